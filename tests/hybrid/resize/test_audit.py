@@ -62,7 +62,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "micro_step",
     ),
     "Bucket": (
-        "_flat _streams _views _work device group late launched parameters pending stage",
+        "_complex _flat _small _streams _views _work device group late launched parameters "
+        "pending stage",
         "_ended _started times",
     ),
     "BufferSynchronizer": (
