@@ -28,6 +28,8 @@ def train(backend: str | None, stages: int, checkpoint: str) -> dict[str, Tensor
     """Train with several micro-batches, the last one shorter, and return the parameters."""
     # torch.compile reads the gradients of a layer's inputs, in the plain model as well.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    if backend == "inductor":  # its import uses deprecated functions of torch
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
     init_process_group("gloo")
     module = make_layers()
     for name, layer in list(module.named_children()):

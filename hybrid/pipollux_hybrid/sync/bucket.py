@@ -9,7 +9,10 @@ from the last stage to the first::
     launch order        (f e)  (d c)  (b a)
 
 A bucket holds a copy. The parameters' gradients stay unchanged until the averages are written back,
-so a bucket that was sent too early can be sent again.
+so a bucket that was sent too early can be sent again. Gradients that are views of the bucket, as
+with DistributedDataParallel's ``gradient_as_bucket_view``, would save two copies per step. But the
+sum would then overwrite this replica's share, which a late bucket sends again, and a late gradient
+would be added to a bucket under way.
 """
 
 from __future__ import annotations
