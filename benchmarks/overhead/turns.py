@@ -20,7 +20,17 @@ from torch.utils.data import Sampler, TensorDataset
 
 from pipollux_hybrid import ElasticSampler
 
-__all__ = ["OPTIMIZERS", "SIZES", "Comparison", "Shares", "Size", "dataset", "mlp", "steps"]
+__all__ = [
+    "OPTIMIZERS",
+    "SAMPLES",
+    "SIZES",
+    "Comparison",
+    "Shares",
+    "Size",
+    "dataset",
+    "mlp",
+    "steps",
+]
 
 FEATURES, CLASSES, SAMPLES = 784, 10, 15360  # whole batches of all sizes, at two replicas
 BLOCK_SECONDS = 0.25

@@ -22,6 +22,7 @@ from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.averages import follow_steps
+from pipollux_hybrid.optim.grad_scaler import scale_of
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
 from pipollux_hybrid.optim.optimizer_check import OptimizerCheck
@@ -301,6 +302,7 @@ class HybridParallel(PipelineModel):
         loss_fn: LossFunction,
         *,
         loss_scope: LossScope | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """Run forward and backward of one batch.
 
@@ -327,6 +329,9 @@ class HybridParallel(PipelineModel):
                 ``"microbatch"``: the mean over micro-batches, for any loss. None: the same, and a
                 loss that is not a mean over samples is refused. In a single-process pipeline the
                 loss is always computed over the whole batch.
+            grad_scaler: A :class:`GradScaler`, by whose scale the loss is multiplied before the
+                backward, as by ``scaler.scale(loss)`` in the plain loop. The returned loss does not
+                include the scale.
 
         Returns:
             The mean loss of this replica's batch, float64, without a graph; in all of its
@@ -335,14 +340,14 @@ class HybridParallel(PipelineModel):
             On GPUs it is the replica's own loss, as reading the others' would wait for the GPU.
 
         Raises:
-            ConfigurationError: Inputs and targets do not match, or the loss function does not match
-                its scope.
+            ConfigurationError: Inputs and targets do not match, the loss function does not match
+                its scope, or the scaler is PyTorch's own.
         """
-        scope = check_scope(loss_scope)
+        scope, factor = check_scope(loss_scope), scale_of(grad_scaler, self.output_device)
         inputs, targets = plain_batch(inputs), plain_batch(targets)
         if isinstance(self._engine, PipelineEngine):
-            return self._train_in_one_process(self._engine, inputs, targets, loss_fn)
-        return self._train_in_stages(self._engine, inputs, targets, loss_fn, scope)
+            return self._train_in_one_process(self._engine, inputs, targets, loss_fn, factor)
+        return self._train_in_stages(self._engine, inputs, targets, loss_fn, scope, factor)
 
     # One iteration, with train_step or the plain loop. A backward that a script calls itself
     # cannot be wrapped, so its parts are hooks and callbacks of this class:
@@ -355,7 +360,12 @@ class HybridParallel(PipelineModel):
     #     next batch          step boundary of the loader: stop, save or resize
 
     def _train_in_one_process(
-        self, engine: PipelineEngine, inputs: PyTree, targets: PyTree, loss_fn: LossFunction
+        self,
+        engine: PipelineEngine,
+        inputs: PyTree,
+        targets: PyTree,
+        loss_fn: LossFunction,
+        factor: Tensor | None,
     ) -> Tensor:
         targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
         output, plan = self._run_batch(engine, inputs, self._sizes(inputs))
@@ -365,7 +375,8 @@ class HybridParallel(PipelineModel):
             self._weigh(plan, loss.weight)
             divisor = plan.num_samples or sum(plan.sizes)
         self._note_loss(loss.mean)
-        loss.scaled(1.0, divisor).backward()
+        root = loss.scaled(1.0, divisor)
+        (root if factor is None else root * factor).backward()
         return self._synchronizer.agreed(loss.mean)
 
     def _train_in_stages(
@@ -375,12 +386,14 @@ class HybridParallel(PipelineModel):
         targets: PyTree,
         loss_fn: LossFunction,
         scope: LossScope | None,
+        factor: Tensor | None,
     ) -> Tensor:
         sizes = self._sizes(inputs)
         if scope != "batch":
             self._targets_check.check(targets, sum(sizes), len(sizes))
         plan = self._plan(sizes, inputs)
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
+        options["factor"] = factor
         # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
         with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
             with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():

@@ -42,7 +42,7 @@ def layer_settings(module: nn.Module) -> dict[str, object]:
         for attribute, value in sorted(vars(layer).items()):
             place = PLACE.search(attribute.lower())
             own_switch = isinstance(value, bool) and not _is_library(kind.__module__)
-            if attribute in _OF_TORCH or place or own_switch:
+            if attribute in _OF_TORCH or place or own_switch or attribute.startswith(_COMPILER):
                 continue  # a script's own switch may be "this replica prints"
             if _is_plain(value):
                 settings[f"{attribute} of {kind.__name__} {name!r}"] = _short(repr(value))
@@ -55,6 +55,9 @@ def _short(text: str) -> str:
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+
+_COMPILER = "_torchdynamo_"
+"""Prefix of what ``torch.compile`` keeps in a layer, such as an address in this process."""
 
 
 def _is_plain(value: object) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -79,6 +79,8 @@ class AdaptiveOptimizer:
         self._steps_used = 0
         self.num_steps = 0
         """Real steps taken by this object."""
+        self.loss_scale: float | None = None
+        """Scale of the last gradients that a GradScaler unscaled in this membership."""
         self._patch_step()
         self._patch_zero_grad()
         self._expect_scalers()
@@ -115,6 +117,12 @@ class AdaptiveOptimizer:
         if weights is not None and not parameter.is_cuda:
             self._preconditioners[parameter] = weights
         return weights
+
+    def preconditioners(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return :meth:`preconditioner` of parameters."""
+        if not self._adam:
+            return [None] * len(parameters)
+        return [self.preconditioner(parameter) for parameter in parameters]
 
     def share_preconditioners(self) -> None:
         """Fetch others' weights of squares before a measured iteration; all replicas call it."""
@@ -203,6 +211,7 @@ class AdaptiveOptimizer:
         """Reset the preconditioners as after a restart, as joining replicas have none."""
         self._preconditioners.clear()
         self._warm.clear()
+        self.loss_scale = None
         self._steps_used, self._may_zero = 0, True
 
     def skip_step(self) -> None:

@@ -103,9 +103,8 @@ class NoiseMeter:
         """Cache the weights of squares at the same steps on all replicas; one with a share of the
         batch has cached them in its backward.
         """
-        for parameter, gradient in zip(self._parameters, self._gradients(), strict=True):
-            if gradient is not None:
-                self._optimizer.preconditioner(parameter)
+        pairs = zip(self._parameters, self._gradients(), strict=True)
+        self._optimizer.preconditioners([p for p, gradient in pairs if gradient is not None])
 
     def _is_due(self, step: int) -> bool:
         noise = self._noise.scale
@@ -160,12 +159,12 @@ class NoiseMeter:
         every 4 KiB.
         """
         gradients = self._gradients()
-        present = [gradient.detach() for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         memory = [copy for copy in used if copy is not None]
-        alike = [_kind(gradient) for gradient in gradients] == [_kind(copy) for copy in used]
-        if not alike or not present:
+        if _kinds(gradients) != _kinds(used) or not present:
             return [None if g is None else g.detach().clone() for g in gradients]
-        torch._foreach_copy_(memory, present)
+        with torch.no_grad():
+            torch._foreach_copy_(memory, present)
         return used
 
     def _compare(self, before: _Step, batch_size: int, loss_scale: float) -> _Estimates:
@@ -192,11 +191,13 @@ class NoiseMeter:
 
     def _product(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> float:
         """Return the inner product over all stages, in the optimizer's geometry."""
-        mine = sum_products(
-            (a, b, self._optimizer.preconditioner(parameter))
+        found = [
+            (parameter, a, b)
             for parameter, a, b in zip(self._parameters, one, other, strict=True)
             if a is not None and b is not None
-        )
+        ]
+        parameters, ones, others = zip(*found, strict=True) if found else ((), (), ())
+        mine = sum_products(ones, others, self._optimizer.preconditioners(parameters))
         return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0]
 
     def _preconditioned(self) -> bool:
@@ -206,6 +207,8 @@ class NoiseMeter:
         return mine if self._mesh is None else self._mesh.sum_over_stages([mine])[0] > 0
 
 
-def _kind(tensor: Tensor | None) -> tuple[torch.device, torch.dtype] | None:
-    """Return the properties of a parameter's gradient that may change between steps."""
-    return None if tensor is None else (tensor.device, tensor.dtype)
+def _kinds(
+    tensors: Sequence[Tensor | None],
+) -> list[tuple[torch.device, torch.dtype] | None]:
+    """Return the properties of parameters' gradients that may change between steps."""
+    return [None if tensor is None else (tensor.device, tensor.dtype) for tensor in tensors]

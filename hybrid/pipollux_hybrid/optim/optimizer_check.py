@@ -16,6 +16,8 @@ from torch import Tensor
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.agreement import by_value
 
+from .adaptive_optimizer import adaptive_of
+
 TOLERANCE = 1e-5
 """Relative difference of a hyperparameter that rounding may cause on another machine."""
 NAMED = 3
@@ -90,6 +92,9 @@ class OptimizerCheck:
             for name, value in group.items():
                 if name not in ("params", "param_names"):
                     yield index, name, _plain(value)
+        adaptive = adaptive_of(self._optimizer)
+        if adaptive is not None and adaptive.loss_scale is not None:
+            yield 0, "loss scale", adaptive.loss_scale
 
 
 def _plain(value: Any) -> Any:

@@ -131,7 +131,8 @@ class _Cut(NamedTuple):
 class MicrobatchLoss:
     """The loss of one step in the process of the last stage; with 0 ``samples`` gradients are zero.
 
-    ``step`` is the number of the step in this attempt; None: neighbours are not compared.
+    ``step`` is the number of the step in this attempt; None: neighbours are not compared. Gradients
+    are multiplied by ``factor``, a scalar tensor; None: 1.
     """
 
     def __init__(
@@ -144,7 +145,9 @@ class MicrobatchLoss:
         samples: int,
         step: int | None,
         names: Mapping[Any, str],
+        factor: Tensor | None = None,
     ) -> None:
+        self._factor = factor
         self._loss_fn, self._sizes, self._targets = loss_fn, sizes, targets
         self._scope, self._counted, self._names = scope, samples > 0, names
         self._rows = sum(sizes)
@@ -177,7 +180,7 @@ class MicrobatchLoss:
             self._check_reach(value.root, cut)
         share = self._sizes[index] / self._rows
         self._note(value, share)
-        gradients = _gradients(value.scaled(share, self._divisor), cut)
+        gradients = self._gradients(value, share, cut)
         if self._before is not None and index <= self._compared and value.root.requires_grad:
             self._compare(index, _Cut(before, value), gradients)
         self._before = _Cut(before, value) if index < self._compared else None
@@ -210,7 +213,7 @@ class MicrobatchLoss:
         value = loss_value(self._loss_fn(whole, unmarked(self._targets)))
         self._check_reach(value.root, cuts)
         self._note(value, 1.0)
-        gradients = _gradients(value.scaled(1.0, self._divisor), cuts)
+        gradients = self._gradients(value, 1.0, cuts)
         roots = []
         for output, cut in zip(self._outputs, cuts, strict=True):
             count = len(tensors_of(cut))
@@ -218,6 +221,10 @@ class MicrobatchLoss:
             gradients = gradients[count:]
         self._outputs = []
         return roots
+
+    def _gradients(self, value: LossValue, share: float, leaves: PyTree) -> list[Tensor | None]:
+        root = value.scaled(share, self._divisor)
+        return _gradients(root if self._factor is None else root * self._factor, leaves)
 
     def _note(self, value: LossValue, share: float) -> None:
         self._losses.append(value.scaled(share, 1.0).detach().double())
@@ -275,7 +282,7 @@ class MicrobatchLoss:
             weight = (before.value.weight or 0.0) + (cut.value.weight or 0.0)
             alike = alike and _close(together.weight, weight, tolerance * abs(weight))
         if alike:
-            theirs = _gradients(together.scaled(total / self._rows, self._divisor), joined)
+            theirs = self._gradients(together, total / self._rows, joined)
             pairs = zip(gradients, theirs, strict=True)
             alike = all(_alike(mine, both, sizes[0], tolerance) for mine, both in pairs)
         if not alike:

@@ -157,6 +157,7 @@ class ProcessEngine:
         scope: LossScope | None,
         training: bool,
         samples: int,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, float | None]:
         """Run forward and backward of one batch; gradients are added to the parameters'.
 
@@ -168,6 +169,7 @@ class ProcessEngine:
             scope: Input of the loss function; None: each micro-batch, checked at intervals.
             training: Whether the model is in training mode, in which activations are recomputed.
             samples: Samples of the batch that count; with 0 all gradients are zero.
+            factor: Factor of all gradients, a scalar tensor on the device of this stage; None: 1.
 
         Returns:
             In every process: the loss over the batch, float64, without a graph; and the weight of a
@@ -193,6 +195,7 @@ class ProcessEngine:
             samples=samples,
             step=self._step if scope is None else None,
             names=self._names,
+            factor=factor,
         )
         self._step += 1
         recomputed = self.checkpointed(len(sizes), training=training)

@@ -9,7 +9,10 @@ from the last stage to the first::
     launch order        (f e)  (d c)  (b a)
 
 A bucket holds a copy. The parameters' gradients stay unchanged until the averages are written back,
-so a bucket that was sent too early can be sent again.
+so a bucket that was sent too early can be sent again. Gradients that are views of the bucket, as
+with DistributedDataParallel's ``gradient_as_bucket_view``, would save two copies per step. But the
+sum would then overwrite this replica's share, which a late bucket sends again, and a late gradient
+would be added to a bucket under way.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from .sync_result import GradientTime
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket on the wire, DistributedDataParallel's default."""
+SMALL = 1 << 14
+"""Mean number of elements of a gradient below which a call per gradient costs more than a second
+pass over memory."""
 WIRE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -54,6 +60,8 @@ class Bucket:
             view.view_as(_real(p.detach()))
             for view, p in zip(self._flat.split(sizes), parameters, strict=True)
         ]
+        self._complex = any(p.is_complex() for p in parameters)
+        self._small = sum(sizes) < SMALL * len(sizes)
         self._streams: set[torch.cuda.Stream] = set()
         self._work: dist.Work | None = None
         self._failure: RuntimeError | None = None
@@ -137,47 +145,64 @@ class Bucket:
         Where ``present`` is False, no replica has a gradient that counts, and the parameter gets
         none, as in the plain model.
         """
-        gradients, views = [], []
-        for parameter, view, anywhere in zip(self.parameters, self._views, present, strict=True):
+        for parameter, anywhere in zip(self.parameters, present, strict=True):
             if not anywhere:
                 parameter.grad = None
-                continue
-            if parameter.grad is None:
+            elif parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            gradients.append(_real(parameter.grad.detach()))
-            views.append(view)
-        if not gradients:
+        pairs = zip(self.parameters, self._views, strict=True)
+        wanted = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        if not wanted:
             return
-        if self._is_narrow(gradients):
-            torch._foreach_copy_(gradients, views)
-            if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
-            return
-        _copy_times(factor, views, gradients)
+        gradients, views = self._plain(wanted)
+        with torch.no_grad():
+            if self._is_narrow(gradients):
+                torch._foreach_copy_(gradients, views)
+                if factor != 1.0:
+                    torch._foreach_mul_(gradients, factor)
+                return
+            if factor != 1.0 and self._small and self._is_alike(gradients):
+                self._flat.mul_(factor)  # the next step overwrites it
+                factor = 1.0
+            _copy_times(factor, views, gradients)
 
     def _pack(self, weight: float) -> None:
         if weight == 0.0:  # no multiplication: a gradient that does not count may be infinite
             self._flat.zero_()
             return
-        gradients, views = [], []
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
+        pairs = zip(self.parameters, self._views, strict=True)
+        wanted = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        if len(wanted) < len(self.parameters):
+            self._flat.zero_()
+        if not wanted:
+            return
+        gradients, views = self._plain(wanted)
+        with torch.no_grad():
+            if self._is_narrow(gradients):
+                if weight != 1.0:  # weigh first, round once
+                    gradients = list(torch._foreach_mul(gradients, weight))
+                torch._foreach_copy_(views, gradients)
+            elif weight != 1.0 and self._small and self._is_alike(gradients):
+                torch._foreach_copy_(views, gradients)
+                self._flat.mul_(weight)
             else:
-                gradients.append(_real(parameter.grad.detach()))
-                views.append(view)
-        if not gradients:
-            return
-        if self._is_narrow(gradients):
-            if weight != 1.0:  # weigh first, round once
-                gradients = list(torch._foreach_mul(gradients, weight))
-            torch._foreach_copy_(views, gradients)
-            return
-        _copy_times(weight, gradients, views)
+                _copy_times(weight, gradients, views)
+
+    def _plain(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return gradients as real numbers, and their views."""
+        gradients, views = [g for g, _ in pairs], [view for _, view in pairs]
+        if self._complex:
+            gradients = [_real(gradient.detach()) for gradient in gradients]
+        return gradients, views
+
+    def _is_alike(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether gradients have the type they are sent as, so that nothing is rounded."""
+        return {g.dtype for g in gradients} == {self._flat.dtype}
 
     def _is_narrow(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether gradients are more precise than the type they are sent as."""
-        return self._flat.dtype.itemsize < max(g.dtype.itemsize for g in gradients)
+        kinds = {gradient.dtype for gradient in gradients}
+        return self._flat.dtype.itemsize < max([kind.itemsize for kind in kinds])
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -242,14 +267,14 @@ def check_wire(reduce_dtype: torch.dtype | None, bucket_bytes: int, num_replicas
 
 def _copy_times(factor: float, sources: list[Tensor], targets: list[Tensor]) -> None:
     """Copy tensors of the same shapes times a factor, rounding once."""
-    alike = all(a.dtype == b.dtype for a, b in zip(sources, targets, strict=True))
+    alike = [x.dtype for x in sources] == [x.dtype for x in targets]
     if factor == 1.0:
         torch._foreach_copy_(targets, sources)
     elif alike and not sources[0].is_cuda:
         # One pass over memory instead of two; on a GPU many small kernels would cost more.
         for source, target in zip(sources, targets, strict=True):
             torch.mul(source, factor, out=target)
-    elif sources[0].dtype.itemsize > min(t.dtype.itemsize for t in targets):
+    elif sources[0].dtype.itemsize > min([t.dtype.itemsize for t in targets]):
         torch._foreach_copy_(targets, torch._foreach_mul(sources, factor))
     else:
         torch._foreach_copy_(targets, sources)

@@ -31,6 +31,8 @@ class HookWatch:
 
     def __init__(self, stages: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> None:
         self._named = [item for named in stages for item in named]
+        self._own: list[object] = [None] * len(self._named)
+        """For each parameter, copies of its hooks when they last were this package's only."""
         self._names: dict[nn.Parameter, str] = {}
         self._handles: list[RemovableHandle] = []
         self._before: dict[nn.Parameter, tuple[int, Tensor | None]] = {}
@@ -40,7 +42,7 @@ class HookWatch:
     def begin(self, *, in_parts: bool) -> None:
         """Begin a backward; ``in_parts``: hooks are called with parts of the gradient."""
         self.release()
-        self._names = {p: name for name, p in self._named if _is_hooked(p)}
+        self._names = self._hooked()
         if not self._names:
             return
         self._backwards += 1
@@ -57,6 +59,21 @@ class HookWatch:
             if in_parts and self._backwards <= COMPARED_BACKWARDS:
                 changing = [hook for hook in present.values() if not _is_own(hook)]
                 self._handles.append(parameter.register_hook(self._check(parameter, changing)))
+
+    def _hooked(self) -> dict[nn.Parameter, str]:
+        """Return the parameters with hooks of the script, and their names."""
+        hooked = {}
+        for index, (name, parameter) in enumerate(self._named):
+            before = parameter._backward_hooks
+            after = parameter._post_accumulate_grad_hooks
+            # Comparing with the last time takes no calls, in every step of every parameter.
+            if not (before or after) or (before, after) == self._own[index]:
+                continue
+            if _is_hooked(parameter):
+                hooked[parameter] = name
+            else:
+                self._own[index] = before and dict(before), after and dict(after)
+        return hooked
 
     def end(self) -> None:
         """End a backward; raise a SynchronizationError if a gradient that had arrived is gone."""

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipollux_hybrid.job.device_groups import reach
 from pipollux_hybrid.job.peers import lost_peers
 
 from .backward_plan import BackwardPlan
 from .bucket import Bucket, make_buckets
+from .parameter_hooks import NOTHING, Trained
 
 MOST_AHEAD = 4 << 30
 """Bytes of gradients up to which buckets are allocated ahead; more would take seconds."""
@@ -30,8 +30,9 @@ HOLD = 20
 class Reducer:
     """Gradients that have arrived in the current backward, and the buckets they fill.
 
-    Without ``buckets_wanted``, as with one replica, nothing is sent; otherwise see
-    :func:`~pipollux_hybrid.sync.bucket.make_buckets`.
+    Parameters are given by number, see :class:`~pipollux_hybrid.sync.parameter_hooks.Trained`: a
+    lookup by parameter takes Python calls. Without ``buckets_wanted``, as with one replica, nothing
+    is sent; otherwise see :func:`~pipollux_hybrid.sync.bucket.make_buckets`.
     """
 
     def __init__(
@@ -46,14 +47,19 @@ class Reducer:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._buckets_wanted = buckets_wanted
-        self.parameters: list[nn.Parameter] = []
+        self._trained = NOTHING
         self.buckets: list[Bucket] = []
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        self._counts: dict[nn.Parameter, int] = {}
+        self._numbers: list[list[int]] = []
+        """The parameters of each bucket."""
+        self._bucket_of: list[Bucket | None] = []
+        self.counts: list[int] = []
+        """Number of gradients that each parameter has received in this backward."""
         self._separate = 0
         self._shared = False
-        self._unused: set[nn.Parameter] = set()
-        self._surprising: set[nn.Parameter] = set()
+        self._passes = 0
+        """Expected number of gradients of each parameter."""
+        self._unused: list[bool] = []
+        self._surprising: list[bool] = []
         self._next = 0
         self._weight: float | None = None
         self._hold = 0
@@ -61,49 +67,41 @@ class Reducer:
         """Whether buckets are sent during the backward."""
 
     @property
-    def passes(self) -> int:
-        """Expected number of gradients of each parameter."""
-        return self._separate + self._shared
-
-    @property
     def any(self) -> bool:
         """Whether any parameter received a gradient."""
-        return bool(self._counts)
+        return any(self.counts)
 
     @property
     def surplus(self) -> bool:
         """Whether a parameter received gradients that come from no micro-batch."""
-        return any(count > self.passes for count in self._counts.values())
-
-    def count(self, parameter: nn.Parameter) -> int:
-        """Return the number of gradients that the parameter has received."""
-        return self._counts.get(parameter, 0)
+        return max(self.counts, default=0) > self._passes
 
     def successor(self, num_replicas: int, group: dist.ProcessGroup | None) -> Reducer:
         """Return a reducer for other replicas, with the same buckets and no history."""
         several = num_replicas > 1
         successor = Reducer(self._dtype, self._bucket_bytes, buckets_wanted=several, group=group)
         if num_replicas > 1 and self.buckets:  # their memory is allocated
-            successor.parameters, successor.buckets = self.parameters, self.buckets
-            successor._bucket_of = self._bucket_of
+            successor._adopt(self._trained, self.buckets)
             for bucket in self.buckets:
                 bucket.group = group
         return successor
 
-    def make_room(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
+    def make_room(self, trained: Trained) -> None:
         """Allocate buckets before the first use, in any thread: the first write to memory costs ten
         times what later ones do.
         """
-        if sum(p.numel() * p.element_size() for stage in stages for p in stage) <= MOST_AHEAD:
-            self._lay_out(stages)
+        parameters = [p for some in trained.stages for _, _, p in some]
+        if sum(p.numel() * p.element_size() for p in parameters) <= MOST_AHEAD:
+            self._lay_out(trained)
 
     def prepare_for_backward(
-        self, stages: Sequence[Sequence[nn.Parameter]], plan: BackwardPlan, weight: float | None
+        self, trained: Trained, plan: BackwardPlan, weight: float | None
     ) -> None:
         """Begin a backward; ``weight`` scales gradients on the wire, None: do not synchronise."""
-        self._lay_out(stages)
-        self._counts = {}
+        self._lay_out(trained)
+        self.counts = [0] * len(trained.flags)
         self._separate, self._shared = plan.num_separate, plan.shares_a_pass
+        self._passes = plan.passes
         self._weight, self._next = weight, 0
         for bucket in self.buckets:
             bucket.reset(timed=plan.timed)
@@ -114,26 +112,27 @@ class Reducer:
         self._separate += plan.num_separate
         # Micro-batches that are not recomputed share a graph and arrive as one sum.
         self._shared = self._shared or plan.shares_a_pass
+        self._passes = self._separate + self._shared
         self._weight = weight if self._weight is None else self._weight
         self._count_pending()
 
-    def mark_ready(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, number: int) -> None:
         """Count a gradient of a parameter; send the buckets that are complete."""
-        count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
-        bucket = self._bucket_of.get(parameter)
+        count = self.counts[number] = self.counts[number] + 1
+        bucket = self._bucket_of[number]
         if bucket is None or self._weight is None:
             return
-        bucket.arrived()
+        if bucket.device.type == "cuda":
+            bucket.arrived()
         if bucket.launched:
-            bucket.late = True
-            self._surprising.add(parameter)
+            bucket.late = self._surprising[number] = True
             return
-        if parameter in self._unused:
-            self._unused.discard(parameter)
+        if self._unused[number]:
+            self._unused[number] = False
             bucket.pending += 1
-        if count == self.passes:
+        if count == self._passes:
             bucket.pending -= 1
-            if self.overlap and not self._hold:
+            if bucket.pending == 0 and self.overlap and not self._hold:
                 self._launch(complete=True)
 
     def flush(self) -> None:
@@ -141,9 +140,8 @@ class Reducer:
         self._launch(complete=False)
         self._hold = HOLD if any(b.late for b in self.buckets) else max(self._hold - 1, 0)
         # Parameters without a gradient are not awaited next time, unless they came late once.
-        self._unused = {
-            p for p in self.parameters if p not in self._counts and p not in self._surprising
-        }
+        pairs = zip(self.counts, self._surprising, strict=True)
+        self._unused = [count == 0 and not came_late for count, came_late in pairs]
 
     def relaunch(self, late: Sequence[bool]) -> None:
         """Send the buckets again that were late on some replica."""
@@ -187,19 +185,29 @@ class Reducer:
             bucket.launch(self._weight)
 
     def _count_pending(self) -> None:
-        for bucket in self.buckets:
-            bucket.pending = sum(
-                self.count(p) < self.passes for p in bucket.parameters if p not in self._unused
-            )
+        counts, passes, unused = self.counts, self._passes, self._unused
+        for bucket, numbers in zip(self.buckets, self._numbers, strict=True):
+            bucket.pending = len([1 for k in numbers if counts[k] < passes and not unused[k]])
 
-    def _lay_out(self, stages: Sequence[Sequence[nn.Parameter]]) -> None:
-        parameters = [parameter for stage in stages for parameter in stage]
-        if len(parameters) == len(self.parameters) and all(
-            a is b for a, b in zip(parameters, self.parameters, strict=True)
-        ):
+    def _lay_out(self, trained: Trained) -> None:
+        if trained.flags == self._trained.flags:
             return
-        self.parameters = parameters
-        self._unused &= set(parameters)
+        buckets = []
         if self._buckets_wanted:
-            self.buckets = make_buckets(stages, self._bucket_bytes, self._dtype, self._group)
-            self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+            stages = [[parameter for _, _, parameter in some] for some in trained.stages]
+            buckets = make_buckets(stages, self._bucket_bytes, self._dtype, self._group)
+        self._adopt(trained, buckets)
+
+    def _adopt(self, trained: Trained, buckets: list[Bucket]) -> None:
+        before, size = self._trained.flags, len(trained.flags)
+        self._trained, self.buckets = trained, buckets
+        if not before:
+            self._unused, self._surprising = [False] * size, [False] * size
+        else:  # a parameter that was frozen has not been unused
+            self._unused = [a and b for a, b in zip(self._unused, before, strict=True)]
+        number_of = {id(p): number for some in trained.stages for number, _, p in some}
+        self._numbers = [[number_of[id(p)] for p in bucket.parameters] for bucket in buckets]
+        self._bucket_of = [None] * size
+        for bucket, numbers in zip(buckets, self._numbers, strict=True):
+            for number in numbers:
+                self._bucket_of[number] = bucket

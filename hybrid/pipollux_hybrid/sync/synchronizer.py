@@ -39,7 +39,7 @@ from .grad_norms import NormSum
 from .hook_watch import HookWatch
 from .iteration_totals import IterationTotals, power_of_two
 from .parameter_check import ParameterCheck
-from .parameter_hooks import ParameterHooks, Watched, refuse_sparse
+from .parameter_hooks import NOTHING, ParameterHooks, Trained, Watched, refuse_sparse
 from .reducer import Reducer
 from .stage_gradients import reset_gradients, scale_gradients
 from .sync_result import SyncResult
@@ -98,11 +98,14 @@ class GradientSynchronizer:
         self._comm_timer = CommTimer([p.device for named in stages for _, p in named])
         self._hooks = ParameterHooks(self._measure, self._arrive)
         self._hook_watch = HookWatch(self._stages)
+        self._trained: Trained | None = None
         self._lock = threading.Lock()
         # The current backward.
         self._task: int | None = None
         self._plans: list[BackwardPlan] = []
-        self._synchronizes = self._measures = False
+        self._synchronizes = self._measures = self._timed = False
+        self._factors: list[float] = []
+        """n²/b for each gradient of a parameter, in the order of arrival."""
         self._watched: Watched | None = None
         # The current iteration.
         self._fresh, self._averaged = True, False
@@ -153,7 +156,7 @@ class GradientSynchronizer:
         """Allocate buckets for ``num_replicas``, in any thread; return a function to adopt them."""
         reducer = Reducer(*self._wire, buckets_wanted=num_replicas > 1)
         if num_replicas > 1 and not self._reducer.buckets:
-            reducer.make_room([[p for _, p in named if p.requires_grad] for named in self._stages])
+            reducer.make_room(Trained.of(self._stages, self._trained))
 
         def use() -> None:
             if not self._reducer.buckets:
@@ -218,18 +221,20 @@ class GradientSynchronizer:
             self._measurable = False  # two backwards of the same samples: halves of one estimate
         self._part = plan.part
         self._measures = plan.measured and plan.counted and not single
+        self._timed = plan.timed
         self._prepare_reducer(plan)
 
     def _prepare_reducer(self, plan: BackwardPlan) -> None:
         if not (self._num_replicas > 1 or self._measures or plan.timed):
-            self._hooks.set((), arrivals=False, gradients=False)
+            self._hooks.set(NOTHING, arrivals=False, gradients=False)
             self._watched = Watched(self._stages)
             return
-        trainable = [[(n, p) for n, p in named if p.requires_grad] for named in self._stages]
-        self._hooks.set(trainable, arrivals=True, gradients=self._measures)
-        stages = [[parameter for _, parameter in named] for named in trainable]
-        self._reducer.prepare_for_backward(stages, plan, self._weight())
+        trained = self._trained = Trained.of(self._stages, self._trained)
+        self._hooks.set(trained, arrivals=True, gradients=self._measures)
+        self._reducer.prepare_for_backward(trained, plan, self._weight())
         self._watched = None
+        if self._measures:
+            self._factors = [self._unit**2 / size for size in plan.samples_by_pass]
 
     def _rewind(self) -> Callable[[], None]:
         """Return a function that undoes the begin of a backward without parameter gradients."""
@@ -272,7 +277,7 @@ class GradientSynchronizer:
 
     def _join(self, plan: BackwardPlan) -> None:
         self._plans.append(plan)
-        self._measurable = False
+        self._measurable, self._timed = False, self._timed or plan.timed
         self._synchronizes |= plan.synchronize and not self._losses.void
         if self._watched is None:
             self._reducer.join(plan, self._weight())
@@ -286,25 +291,30 @@ class GradientSynchronizer:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def _measure(self, stage: int, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _measure(
+        self, stage: int, name: str, number: int, parameter: nn.Parameter, gradient: Tensor
+    ) -> None:
         """Add n²/b |c|² for the contribution c of one pass over b of n samples."""
-        refuse_sparse(stage, name, gradient)
+        if gradient.is_sparse:
+            refuse_sparse(stage, name, gradient)
         if not self._measures or not self._measurable or self._task is None:
             return
-        arrival, sizes = self._reducer.count(parameter), self._plans[0].samples_by_pass
-        if arrival >= len(sizes):
+        arrival, factors = self._reducer.counts[number], self._factors
+        if arrival >= len(factors):
             return
         if self._tied is not None and self._tied.keep(parameter, arrival, gradient):
             return
-        factor = self._unit**2 / sizes[arrival]
-        self._sqr[stage].add(gradient, self._preconditioner(parameter), factor)
+        self._sqr[stage].add(gradient, self._preconditioner(parameter), factors[arrival])
 
-    def _arrive(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        refuse_sparse(stage, name, parameter.grad)
-        self._on_gradient(stage)
+    def _arrive(self, stage: int, name: str, number: int, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            refuse_sparse(stage, name, gradient)
+        if self._timed:
+            self._on_gradient(stage)
         with self._lock:
             if self._task is not None:
-                self._reducer.mark_ready(parameter)
+                self._reducer.mark_ready(number)
 
     # --- end of a backward ---------------------------------------------------------------------
 
@@ -326,8 +336,7 @@ class GradientSynchronizer:
         if self._measures:
             self._measurable = self._measurable and not self._reducer.surplus
             if self._tied is not None:
-                factors = [self._unit**2 / x for x in self._plans[0].samples_by_pass]
-                self._tied.measure(self._sqr[0], factors, self._preconditioner)
+                self._tied.measure(self._sqr[0], self._factors, self._preconditioner)
         if not self._synchronizes:
             self._task, self._plans, self._finite = None, [], True
             self._on_finished(None)

@@ -218,7 +218,7 @@ def main() -> None:
             write(epoch=epoch, begins=begins, takes=counted.tolist())
             optimizer.zero_grad()
             if PROCESSES > 1:
-                model.train_step(numbers, numbers % 3, loss_of)
+                model.train_step(numbers, numbers % 3, loss_of, grad_scaler=scaler)
             else:
                 output = model(numbers)
                 deaths.at("forward")

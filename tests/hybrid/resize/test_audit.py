@@ -42,7 +42,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "AdaptiveOptimizer": (
         "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _sharded "
-        "_steps_used _warm optimizer",
+        "_steps_used _warm loss_scale optimizer",
         "_groups num_steps",
     ),
     "AsyncSaver": (
@@ -62,7 +62,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "micro_step",
     ),
     "Bucket": (
-        "_flat _streams _views _work device group late launched parameters pending stage",
+        "_complex _flat _small _streams _views _work device group late launched parameters "
+        "pending stage",
         "_ended _started times",
     ),
     "BufferSynchronizer": (
@@ -111,7 +112,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_losses _measurable _measures _mesh _nonfinite _num_replicas _on_finished _on_gradient "
         "_on_settled _parameters _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
-        "_estimates _hook_watch _loss_weight _part _samples _unit _weighed",
+        "_estimates _factors _hook_watch _loss_weight _part _samples _timed _trained _unit "
+        "_weighed",
     ),
     "HeaderReader": (
         "",
@@ -123,7 +125,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "HookWatch": (
         "",
-        "_backwards _before _given _handles _named _names",
+        "_backwards _before _given _handles _named _names _own",
     ),
     "HostGenerators": (
         "",
@@ -219,7 +221,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "ParameterHooks": (
         "",
-        "_arrivals _gradients _on_arrival _on_gradient",
+        "_arrivals _gradients _installed _on_arrival _on_gradient",
     ),
     "ParameterWatch": (
         "_count _known _layers _module _optimizer",
@@ -269,9 +271,9 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_arbiter _context _losses _undo _watch",
     ),
     "Reducer": (
-        "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _shared _surprising "
-        "_unused buckets overlap parameters",
-        "_counts _separate _weight",
+        "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _numbers _passes "
+        "_shared _surprising _trained _unused buckets overlap",
+        "_separate _weight counts",
     ),
     "ReplicaCalls": (
         "",
@@ -375,6 +377,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "TiedCopies": (
         "_added_up _contributions _counted_elsewhere _mesh _mine _shared _stage",
         "_seconds _slowest _timer",
+    ),
+    "Trained": (
+        "",
+        "flags stages",
     ),
     "WorkerStart": ("_then", "ends_along"),
     "_Counts": (

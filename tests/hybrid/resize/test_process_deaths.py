@@ -95,8 +95,8 @@ def test_one_of_three_stages_dies(make_job: MakeJob, process: str, point: str) -
 
 
 CASES = [
-    "0.1 of 3, 1f1b, tied, indices, clips",
-    "1.0 of 2, 1f1b, drifting, accumulation, clips",
+    "0.1 of 3, 1f1b, tied, indices, clips,scaler",
+    "1.0 of 2, 1f1b, drifting, accumulation, clips,scaler",
     "2.1 of 3, gpipe, tied, text, ",
     "0.0 of 2, interleaved, tied, workers, clips",
     "0.0 of 3, gpipe, drifting, stream, clips",
@@ -185,7 +185,7 @@ def test_a_process_dies_while_another_replica_joins(make_job: MakeJob, process: 
     """
     dies = f"{process}:-1:syncing"
     chances = ",".join(map(str, range(10, 17)))
-    settings = {"CHANGES": "5", "CHANGES_IF_ALONE": chances, "OPTIONS": ""}
+    settings = {"CHANGES": "5", "CHANGES_IF_ALONE": chances, "OPTIONS": "scaler"}
     job = make_job(**{**STAGES, **settings, "DIES": dies})
     job.begin(2)
     job.wait_until_at(5)

@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from pipollux_hybrid import (
     ConfigurationError,
-    GradScaler,
     HybridParallel,
     SynchronizationError,
     destroy_process_group,
@@ -124,11 +123,6 @@ def loss_fails() -> None:
     wrapped(make_model("mlp")).train_step(INPUTS, TARGETS, loss)
 
 
-def scales() -> None:
-    wrapped(make_model("mlp"))
-    GradScaler("cpu")
-
-
 def layer_of_another() -> None:
     model = wrapped(make_model("mlp"), balance=[4, 5])
     model[5 if context().env.stage == 0 else 0](INPUTS)
@@ -185,7 +179,6 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "targets": (too_few_targets, "targets has 10 samples and inputs has 11"),
     "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
     "the loss": (loss_fails, "no loss today"),
-    "scaler": (scales, "train in bfloat16, which needs no scaling"),
     "clipping": (clips_by_torch, "write model.clip_grad_norm_(max_norm)"),
     "a norm": (takes_a_norm_by_torch, "write model.clip_grad_norm_(max_norm)"),
     "other layer": (layer_of_another, "is in the process of stage"),

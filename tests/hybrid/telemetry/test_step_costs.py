@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ from pipollux_hybrid import (
     init_process_group,
     replica_rank,
 )
-from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.context import context, reset
 from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_hybrid.optim import noise_meter
 from pipollux_hybrid.optim.gradient_noise_scale import GradientNoiseScale
@@ -212,3 +216,51 @@ def test_a_backward_on_some_replicas_only_is_found_out_at_that_step() -> None:
     for message in run_replicas(leave_one_out, 2):
         assert "samples 8 to 16" in message
         assert "1 replicas ran a backward and the others did not" in message
+
+
+def calls_of_a_step(step: Callable[[], None]) -> int:
+    """The calls of Python and C functions in this thread."""
+    count = [0]
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    step()
+    sys.setprofile(None)
+    return count[0]
+
+
+def calls(num_layers: int, wrapped: bool) -> float:
+    """The median over steps that measure nothing; every tenth times the stages."""
+    reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model = HybridParallel(module, optimizer) if wrapped else module
+    inputs = torch.randn(8, 4) + replica_rank()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+
+    for _ in range(8):
+        step()
+    return statistics.median(calls_of_a_step(step) for _ in range(9))
+
+
+def calls_by_parameter() -> float:
+    """How many more calls a step makes for each further parameter, than the plain loop."""
+    init_process_group("gloo")
+    few, many = 5, 35
+    parameters = 2 * (many - few)
+    ours, plain = (calls(many, wrapped) - calls(few, wrapped) for wrapped in (True, False))
+    return (ours - plain) / parameters
+
+
+@pytest.mark.parametrize(("replicas", "most"), [(1, 0.5), (2, 4.5)])
+def test_a_parameter_costs_few_calls_in_a_step(replicas: int, most: float) -> None:
+    """None with one replica; with several a hook counts its gradients."""
+    for found in run_replicas(calls_by_parameter, replicas):
+        assert found <= most
