@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Tests start Python some hundred times: it is not to compile the sources each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-exhaustive test-kubernetes test-gpu lint format docs reference clean
+.PHONY: help setup demo test tests style types test-exhaustive test-kubernetes test-gpu lint format docs reference clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
@@ -47,11 +47,15 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 FLAKY ?= flaky-tests.txt
 RERUN := --rerun-failed="$(FLAKY)"
 
-test: lint
+# mypy takes a minute on one core, which the tests would wait for.
+test: style
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+tests: $(STAMP)
 	$(PYTEST) $(RERUN)
 
-# Other examples each time, unless SEED says which: it stands in the command that make prints. Where
-# SHARE is 4, one test in four of each module, drawn by the seed.
+# Other examples each time, unless SEED says which: it stands in the command that make prints. SHARE
+# is N for one test in N of each module, drawn by the seed.
 test-exhaustive: SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-exhaustive: SHARE ?= 1
 test-exhaustive: $(STAMP)
@@ -65,9 +69,13 @@ test-kubernetes: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 4 --gpu
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -53,13 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than there are cores, up to eight: tests wait for processes of theirs.
-
-    Another one where all are exhaustive: these left two cores idle half of the time.
-    """
-    more = 2 if config.getoption("exhaustive") else 1
-    return min((os.cpu_count() or 1) + more, 8)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001  # pytest's name
+    """Two processes more than there are cores, up to eight: tests wait for processes of theirs."""
+    return min((os.cpu_count() or 1) + 2, 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,7 @@
 time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
 (`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
 `@pytest.mark.exhaustive`, and every hypothesis test with a fresh seed; `SEED=` repeats a run.
-`SHARE=4` (`--share 4`) runs a quarter of each module's, another one for each seed.
+`SHARE=8` (`--share 8`) runs an eighth of each module's, another one for each seed.
 """
 
 from __future__ import annotations
