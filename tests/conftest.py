@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001  # pytest's name
+def pytest_xdist_auto_num_workers() -> int:
     """Two processes more than there are cores, up to eight: tests wait for processes of theirs."""
     return min((os.cpu_count() or 1) + 2, 8)
 

@@ -18,10 +18,12 @@ of integers go by gloo alone: they stand for tensors on the CPU, for which a gro
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +38,9 @@ HANGS = 600.0
 """Seconds for which something hangs that would hang forever, so that no test does."""
 STAND_IN = {"BACKEND": "stand-in", "PIPOLLUX_ELASTIC_NCCL": "1"}
 """The environment of scripts that call :func:`backend` and are to use it."""
+PATIENCE = timedelta(seconds=600)
+Run = Callable[[Any, list[Tensor]], Any]
+"""Begins a collective on a group of gloo's."""
 _queued: list[Queued] = []
 """What the device has not delivered yet, of all groups."""
 
@@ -43,7 +48,7 @@ _queued: list[Queued] = []
 class Queued(dist._Work):
     """A collective in the queue of the device: its results appear when the host waits for them."""
 
-    def __init__(self, group: Group, run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]):
+    def __init__(self, group: Group, run: Run, tensors: Sequence[Tensor]):
         super().__init__()
         self.group, self.run, self.tensors = group, run, list(tensors)
         self.contents = [tensor.detach().clone() for tensor in tensors]
@@ -79,6 +84,11 @@ class Delivered(Queued):
         return True
 
 
+def _keep_for_ever(found: object) -> None:
+    """Leave a collective that never ends alone: the destructor of its group waits for it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+
 def spoil(tensors: Sequence[Tensor]) -> None:
     """Fill tensors with garbage."""
     for tensor in tensors:
@@ -93,7 +103,8 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size, self._store, self.gloo = rank, size, store, gloo
         self.aborted = threading.Event()
-        self._connected = False
+        self._own: Any = None
+        """Gloo's group for the collectives of the "device", made by the first of them."""
         self._todo: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -121,20 +132,20 @@ class Group(dist.ProcessGroup):
             tensors = [tensors]
         if not tensors[0].is_floating_point():
             return self.gloo.allreduce(tensors, *args)
-        return self._launch(lambda x: self.gloo.allreduce(x, *args), tensors)
+        return self._launch(lambda group, x: group.allreduce(x, *args), tensors)
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
         if not isinstance(tensors, list):
             tensors = [tensors]
         if not tensors[0].is_floating_point():
             return self.gloo.broadcast(tensors, options)
-        return self._launch(lambda x: self.gloo.broadcast(x, options), tensors)
+        return self._launch(lambda group, x: group.broadcast(x, options), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> Any:
         if not inputs[0].is_floating_point():
             return self.gloo.allgather(outputs, inputs)
         mine = inputs[0].detach().clone()
-        return self._launch(lambda x: self.gloo.allgather([x], [mine]), outputs[0])
+        return self._launch(lambda group, x: group.allgather([x], [mine]), outputs[0])
 
     def barrier(self, _options: Any = None) -> Any:
         return self.gloo.barrier()
@@ -146,16 +157,25 @@ class Group(dist.ProcessGroup):
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         # Not behind the collectives in the queue: NCCL has a communicator for each pair.
         self._check()
-        work = Delivered(self, lambda x: self.gloo.recv(x, rank, tag), tensors)
+        under_way = self.gloo.recv(tensors, rank, tag)  # messages arrive in this order
+        work = Delivered(self, lambda _group, _tensors: under_way, tensors)
         work.contents = [tensor.detach() for tensor in tensors]
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(work, under_way), daemon=True).start()
         return work
+
+    def _receive(self, work: Queued, under_way: Any) -> None:
+        try:
+            under_way.wait()
+        except RuntimeError:
+            self.aborted.wait(HANGS)
+            spoil(work.contents)
+        work.end()
 
     def _check(self) -> None:
         if self.aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
 
-    def _launch(self, run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> Queued:
+    def _launch(self, run: Run, tensors: Sequence[Tensor]) -> Queued:
         self._check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="stand-in", daemon=True)
@@ -168,24 +188,31 @@ class Group(dist.ProcessGroup):
 
     def _work(self) -> None:
         while (work := self._todo.get()) is not None:
-            if not self._connected and not self.aborted.is_set():
+            if self._own is None and not self.aborted.is_set():
                 self._connect()
-            self._run(work)
+            self._run(work, self._own)
 
     def _connect(self) -> None:
         """Wait for all processes of the group, which is in no hurry."""
         self._store.set(f"stand-in-{self._rank}", "1")
         keys = [f"stand-in-{rank}" for rank in range(self._size)]
-        while not self.aborted.wait(0.001):
-            if self._store.check(keys):
-                self._connected = True
+        while not self._store.check(keys):
+            if self.aborted.wait(0.001):
                 return
+        store = dist.PrefixStore("stand-in", self._store)
+        with suppress(RuntimeError):  # one of them is gone: the device never says so
+            self._own = dist.ProcessGroupGloo(store, self._rank, self._size, PATIENCE)
 
-    def _run(self, work: Queued) -> None:
+    def _run(self, work: Queued, group: Any) -> None:
         try:
-            if self.aborted.is_set():
+            if self.aborted.is_set() or group is None:
                 raise RuntimeError("aborted")
-            work.run(work.contents).wait()
+            under_way = work.run(group, work.contents)
+            while not under_way.is_completed():
+                if self.aborted.wait(0.0005):
+                    _keep_for_ever((group, under_way))
+                    raise RuntimeError("aborted")
+            under_way.wait()
         except RuntimeError:
             self.aborted.wait(HANGS)  # the device never says that a process is gone
             spoil(work.contents)
@@ -195,12 +222,11 @@ class Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         self.aborted.set()
-        self.gloo.abort()
         self._end()
 
     def shutdown(self) -> None:
-        if not self.aborted.is_set() and self._connected:
-            self.gloo.barrier().wait()
+        if not self.aborted.is_set() and self._own is not None:
+            self._own.barrier().wait()
         self._end()
 
     def _end(self) -> None:

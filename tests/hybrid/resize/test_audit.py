@@ -62,8 +62,8 @@ FIELDS: dict[str, tuple[str, str]] = {
         "micro_step",
     ),
     "Bucket": (
-        "_complex _flat _small _streams _views _work device group late launched parameters "
-        "pending stage",
+        "_complex _failure _flat _small _streams _views _work device group late launched "
+        "parameters pending stage",
         "_ended _started times",
     ),
     "BufferSynchronizer": (
@@ -73,6 +73,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "BufferValues": (
         "",
         "_changing _layers _once _start",
+    ),
+    "CarriedValues": (
+        "_arriving _index _leaving _name _popped _stashed",
+        "_forwards _memory _passing_shared _shared",
     ),
     "CheckpointManager": (
         "",
@@ -271,9 +275,9 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_arbiter _context _losses _undo _watch",
     ),
     "Reducer": (
-        "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _numbers _passes "
+        "_bucket_bytes _bucket_of _buckets_wanted _dtype _group _hold _next _numbers "
         "_shared _surprising _trained _unused buckets overlap",
-        "_separate _weight counts",
+        "_passes _separate _weight counts",
     ),
     "ReplicaCalls": (
         "",
@@ -322,7 +326,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_clock _interval _last _limit _seen",
     ),
     "Stage": (
-        "_in_place device index output_name",
+        "_in_place device index output_name skips",
         "differentiates",
     ),
     "StageGuards": (

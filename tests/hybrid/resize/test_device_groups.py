@@ -1,6 +1,6 @@
 """Elastic resizes and recovery where collectives behave like NCCL's (nccl_stand_in.py).
 
-The exhaustive tests of resizes, deaths and fault points run over it as over gloo.
+The tests of resizes, deaths and fault points run over it as over gloo with ``STAND_IN=1``.
 """
 
 from __future__ import annotations
