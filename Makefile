@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # Tests start Python some hundred times: it is not to compile the sources each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test tests style types test-exhaustive test-kubernetes test-gpu lint format docs reference clean
+.PHONY: help setup demo test tests style types test-exhaustive test-kubernetes test-gpu gpu-day lint format docs reference clean
 
 help:
 	@echo "make demo    two training jobs under the scheduler, and a report in demo-report/"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-exhaustive  what that leaves out: whole grids, fresh seeds, long runs"
 	@echo "make test-kubernetes  the tests on real kubelets, which .ci/kubernetes builds"
 	@echo "make test-gpu  the tests on a GPU, with a torch that sees it in .venv"
+	@echo "make gpu-day   tests and measurements on a GPU, results in benchmarks/gpu/results"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation site, in site/"
@@ -68,6 +69,10 @@ test-kubernetes: $(STAMP)
 # One GPU does for all of them; processes of a test share it.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -n 4 --gpu
+
+# What is to be measured once a GPU is there, for nine minutes at most.
+gpu-day: $(STAMP)
+	$(BIN)/python benchmarks/gpu/day.py
 
 lint: style types
 

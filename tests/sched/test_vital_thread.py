@@ -31,7 +31,7 @@ main(["serve", "--state-dir", sys.argv[1]])
 
 
 @pytest.mark.parametrize(
-    ("thread", "module", "thing"), [("allocator", "loop", "AllocationLoop._decide")]
+    ("thread", "module", "thing"), [("allocator", "allocator", "AllocationLoop._decide")]
 )
 def test_a_thread_that_dies_ends_the_process(
     tmp_path: Path, thread: str, module: str, thing: str
