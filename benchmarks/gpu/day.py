@@ -69,7 +69,7 @@ PARTS = {
     ),
     "overhead": Part(
         script("overhead.py", "--steps", "100"),
-        script("overhead.py", "--steps", "8", "--sizes", "tiny", "--device", "cpu"),
+        script("overhead.py", "--steps", "80", "--sizes", "tiny", "--device", "cpu"),
         70,
     ),
     "memory": Part(script("memory.py"), [], 60),
