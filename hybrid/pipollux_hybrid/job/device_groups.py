@@ -36,6 +36,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 BACKEND = "pipollux"
 """Name of torch's backend for the groups that are formed here."""
 POLL_SECONDS = 20e-6
+ENDED_GRACE = 5.0
+"""Seconds until the groups of a process that has ended are aborted. It may have ended well, after
+the last step of the job, whose sums arrive here a little later. Where it has died, the exchange
+over gloo that precedes the wait for sums fails at once, so nobody waits for this.
+"""
 ABORT_SECONDS = 60.0
 """Longest time to wait for the aborts of all groups."""
 # Read by torch's watchdog: without these it ends a process some time after an error, also when the
@@ -123,6 +128,8 @@ class _Current:
         self.aborted: set[Any] = set()
         """Groups of this membership that were aborted."""
         self.aborting: list[threading.Thread] = []
+        self.timers: list[threading.Timer] = []
+        """Aborts of this membership that are to begin later."""
 
 
 _current = _Current()
@@ -146,12 +153,15 @@ def in_use() -> DeviceBackend | None:
 
 def forget() -> None:
     """End the use at the end of the job."""
+    end_membership()
     _current.backend = None
-    _current.aborted.clear()
 
 
-def begin() -> None:
-    """Begin a membership, whose groups are intact."""
+def end_membership() -> None:
+    """Forget the groups of a membership, which are destroyed."""
+    for timer in _current.timers:
+        timer.cancel()
+    _current.timers.clear()
     _current.aborted.clear()
 
 
@@ -220,9 +230,14 @@ def _wait(
         time.sleep(POLL_SECONDS)
 
 
-def abort(groups: Iterable[Any]) -> None:
-    """Abort groups; returns before that has ended."""
-    if _current.backend is not None:
+def abort(groups: Iterable[Any], *, after: float = 0.0) -> None:
+    """Abort groups ``after`` some seconds, unless the membership ends earlier; returns at once."""
+    if after > 0.0:
+        timer = threading.Timer(after, abort, [list(groups)])
+        timer.daemon = True
+        timer.start()
+        _current.timers.append(timer)
+    elif _current.backend is not None:
         _abort(_current.backend, groups)
 
 

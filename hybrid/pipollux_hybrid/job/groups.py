@@ -163,14 +163,16 @@ def carries_device(group: dist.ProcessGroup | None = None) -> bool:
     return dist.get_backend(group) == "nccl" or device_groups.in_use() is not None
 
 
-def abort_device_groups(gone: Set[int]) -> None:
-    """Abort groups with lost ranks, whose kernels would wait on the device forever. Returns at
-    once. The outputs of their collectives are invalid, so users must check for lost processes.
+def abort_device_groups(gone: Set[int], *, ended: bool = False) -> None:
+    """Abort groups with lost ranks, whose kernels would wait on the device forever; in an elastic
+    job a little later if the processes have ``ended``. Returns at once. The outputs of their
+    collectives are invalid, so users must check for lost processes.
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     if device_groups.in_use() is not None:
         known = [x for x in getattr(world, "pg_map", ()) if device_groups.is_ours(x)]
-        device_groups.abort(x for x in known if gone & {*dist.get_process_group_ranks(x)})
+        theirs = [x for x in known if gone & {*dist.get_process_group_ranks(x)}]
+        device_groups.abort(theirs, after=device_groups.ENDED_GRACE if ended else 0.0)
         return
     for group in list(getattr(world, "pg_map", ())):
         if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
@@ -188,6 +190,7 @@ def leave_default() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _made.clear()
+    device_groups.end_membership()
 
 
 def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: int) -> None:
@@ -199,7 +202,6 @@ def become_default(group: ReplicaGroup | None, store: Store, name: str, rank: in
     if group is None:
         return
     register_backend()
-    device_groups.begin()
     _made[:] = _next[:] = [group.known]
     prefixed = PrefixStore(f"{name}-script", store)
     dist.init_process_group(BACKEND, store=prefixed, rank=rank, world_size=group.size)

@@ -250,7 +250,7 @@ class PeerWatch:
             self._shut_down()
         else:
             self._ended.add(rank)
-            self._abort({rank})  # gloo notices by itself
+            self._abort({rank}, ended=True)  # gloo notices by itself
         self._news.set()
 
     def _is_silent(self, age: float) -> bool:
@@ -267,8 +267,9 @@ class PeerWatch:
                     connection.shutdown(socket.SHUT_RDWR)
         self._abort(self.lost())
 
-    def _abort(self, gone: Set[int]) -> None:
-        abort_device_groups({*range(self._env.world_size)} if self._needs_all else gone)
+    def _abort(self, gone: Set[int], *, ended: bool = False) -> None:
+        everyone = {*range(self._env.world_size)}
+        abort_device_groups(everyone if self._needs_all else gone, ended=ended)
 
 
 class Standstill:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.device_groups import in_use
 from pipollux_hybrid.job.peers import lost_peers
 
 from .sync_result import GradientTime
@@ -98,6 +99,8 @@ class Bucket:
             try:
                 self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
             except RuntimeError as error:
+                if in_use() is None:
+                    raise
                 # Of an aborted group; this may be a thread of autograd's, so wait() raises it.
                 self._failure = error
                 return

@@ -74,7 +74,7 @@ def test_a_process_that_stood_still_knows_it() -> None:
 def who_is_not_waited_for(needed: bool) -> list[list[int]]:
     """The ranks that waiting on a GPU ends for, once with one gone and once again later."""
     told: list[list[int]] = []
-    peers.abort_device_groups = lambda gone: told.append(sorted(gone))  # in this process alone
+    peers.abort_device_groups = lambda gone, **_: told.append(sorted(gone))  # in this process alone
     init_process_group("gloo")
     assert meet() == "all came"
     if context().env.rank == 1:
