@@ -22,6 +22,7 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
     assert rank is not None and process is not None and pending.store  # noqa: S101, PT018  # formed
     of_mesh = () if mesh is None else (mesh.replicas, mesh.stages, mesh.column, mesh.row)
     watch.retire([*held_groups(), ctx.control.group, *of_mesh])
+    ctx.close_watch()  # which would take late news of old ranks for news of the next ones
     abort_all()  # all have reached the results of their last collectives
     become_default(pending.gradients, pending.store, pending.name, process)
     if mesh is not None and pending.mesh_groups is not None:

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import pipollux
+from pipollux_hybrid.job import device_groups, peers
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.sync.bucket import Bucket
@@ -129,6 +130,20 @@ def fail_once(deaths: Deaths, step: int) -> None:
     control.ride = ride  # type: ignore[method-assign]  # of a process of this test's own
 
 
+def abort_late() -> None:
+    """Have the thread that notices a death abort groups when the next ones are in use, if any."""
+    device_groups.ENDED_GRACE = 0.0
+    original = peers.abort_device_groups
+
+    def abort(gone: set[int], **options: bool) -> None:
+        before, end = dist.group.WORLD, time.monotonic() + 3.0
+        while dist.group.WORLD in (None, before) and time.monotonic() < end:
+            time.sleep(0.001)
+        original(gone, **options)
+
+    peers.abort_device_groups = abort  # type: ignore[assignment]  # of a process of this test's own
+
+
 def miss_once(deaths: Deaths, step: int) -> None:
     """Have the sums of a step come through to all others, those of this replica, too."""
     group = context().control.group
@@ -193,6 +208,8 @@ def main() -> None:
         fail_once(deaths, int(os.environ["BEHIND_AT"]))
     if f"misses-{deaths.rank}.{context().env.stage}" in options:
         miss_once(deaths, int(os.environ["BEHIND_AT"]))
+    if "aborts-late" in options:
+        abort_late()
     own = dist.new_group([0, 2]) if "waits" in options else None
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
 

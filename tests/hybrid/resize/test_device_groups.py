@@ -71,6 +71,14 @@ def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob) -> None:
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: MakeJob) -> None:
+    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="aborts-late")
+    job.begin(3)
+    job.finish()
+    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
+    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
 def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
     """The stand-in would show nothing, if a product without the wait trained as well."""
     cases = {"BACKEND": "gloo"}, {}, {"MUTANT": "no host wait"}
