@@ -21,6 +21,9 @@ from pipollux_hybrid.job.context import from_scratch
 COMPILED = "_orig_mod"
 """Component that ``torch.compile`` adds to the names of a layer's parameters."""
 
+RECORDED = ":"
+"""In the name of a recorded layer, whose parameters have the names of the original model."""
+
 
 class ParameterGroups:
     """An optimizer's groups in the form of a checkpoint.
@@ -164,10 +167,14 @@ def foreign_parameter(parameter: object) -> ConfigurationError:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or buffer without the traces of ``torch.compile``.
+    """Return the name of a parameter or buffer without the traces of ``torch.compile``, and without
+    that of a recorded layer.
 
     Example:
-        >>> plain_name("0._orig_mod.weight")
-        '0.weight'
+        >>> plain_name("0._orig_mod.weight"), plain_name("1:h/0.h.0.weight")
+        ('0.weight', 'h.0.weight')
     """
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+    first, *parts = name.split(".")
+    if RECORDED not in first:
+        parts = [first, *parts]
+    return ".".join(part for part in parts if part != COMPILED)

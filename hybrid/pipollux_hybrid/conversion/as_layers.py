@@ -1,0 +1,361 @@
+"""``as_layers``: any model as the layers of a pipeline, exactly or not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from . import unify, verify
+from .blocks import choose_blocks, opened_by
+from .inputs import Inputs, arguments
+from .model_layers import ModelLayers
+from .pieces import (
+    Piece,
+    RecordedLayer,
+    attach,
+    modules_of,
+    pieces_of,
+    states_of,
+    write_forward,
+)
+from .recorder import Recording, UnrecordableError, record
+
+BATCH_SIZES = (2, 3)
+"""Samples of the recorded batches."""
+
+
+def as_layers(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    cut_at: Sequence[str] | None = None,
+    verify: bool = True,
+) -> ModelLayers:
+    """Return a model as layers that :class:`HybridParallel` can cut into stages.
+
+    Blocks, such as the layers of a transformer, and other modules stay the model's own. The
+    operations between them are recorded, while the model runs on a few samples of the example in
+    evaluation and training mode. The layers are then compared with the model: outputs and gradients
+    on other samples, other batch sizes and lengths, with and without padding.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(path)
+        layers = pipollux.as_layers(model, {"input_ids": ids, "attention_mask": mask})
+        print(layers.describe())
+
+    Args:
+        model: Any module. Layers share its parameters, buffers and modules.
+        example_inputs: A batch: a tensor, a tuple of the forward's arguments, or a dict of its
+            keyword arguments, without labels. Batches may have any number of samples, and for
+            models of tokens any length that the model allows.
+        cut_at: Names of the modules before which the model is cut, or of lists of these. By default
+            the members of its lists of equal modules.
+        verify: Whether to compare the layers with the model.
+
+    Returns:
+        The layers, with the names of the model's parameters and the model's own output class.
+
+    Raises:
+        ConfigurationError: Layers cannot repeat what the model does; the message has the file and
+            line, and the remedy.
+    """
+    _check_model(model, example_inputs)
+    failure: ConfigurationError | None = None
+    for lengths_vary in (True, False):
+        inputs = Inputs(example_inputs, lengths_vary=lengths_vary)
+        if lengths_vary and len(inputs.dimensions) == 1:
+            continue
+        try:
+            return _converted(model, inputs, cut_at, check=verify)
+        except (UnrecordableError, ValueError, RuntimeError, IndexError) as error:
+            failure = failure or _as_error(model, error)
+            if not lengths_vary:
+                raise _as_error(model, error) from error
+    raise failure or ConfigurationError("as_layers")  # not reached
+
+
+def _as_error(model: nn.Module, error: Exception) -> ConfigurationError:
+    return UnrecordableError(f"{type(model).__name__} cannot be made into layers: {error}")
+
+
+def _check_model(model: nn.Module, example_inputs: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {type(model).__name__}: an nn.Module is needed")
+    if example_inputs is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} is no nn.Sequential, and is recorded on an example: pass "
+            "example_inputs, a batch as the data loader returns it, without labels"
+        )
+    given = arguments(example_inputs)[1]
+    labels = next((name for name in given if name in ("labels", "label", "return_loss")), None)
+    if labels is not None:
+        raise ConfigurationError(
+            f"example_inputs has {labels!r}, with which the model computes its loss, one number "
+            "for a whole batch: pass the labels as targets, and compute the loss in loss_fn(output, "
+            "targets)"
+        )
+
+
+def _converted(
+    model: nn.Module, inputs: Inputs, cut_at: Sequence[str] | None, *, check: bool
+) -> ModelLayers:
+    with verify.unchanged(model), _without_caches(model):
+        model.eval()
+        blocks = choose_blocks(model, _calls(model, inputs), cut_at)
+        if not blocks:
+            raise UnrecordableError("it has no modules to cut between")
+        programs, refuses_autocast = _programs(model, inputs, opened_by(model, blocks))
+    names, pieces = pieces_of(programs[False], blocks)
+    other, training = pieces_of(programs[True], blocks)
+    if names != other:
+        raise UnrecordableError("it calls other blocks in training than in evaluation")
+    layers = _layers(model, inputs, names, pieces, training)
+    for layer in layers:
+        layer._refuses_autocast = refuses_autocast  # type: ignore[assignment]
+    layers.train(model.training)
+    if check:
+        with verify.unchanged(model), _without_caches(model):
+            _verify(model, layers, inputs)
+    layers.train(model.training)
+    return layers
+
+
+def _calls(model: nn.Module, inputs: Inputs) -> Counter[str]:
+    """Return how often a forward calls each module."""
+    counts: Counter[str] = Counter()
+    paths = {module: name for name, module in model.named_modules()}
+
+    def count(module: nn.Module, _args: Any) -> None:
+        if module in paths:
+            counts[paths[module]] += 1
+
+    handle = nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        args, kwargs = inputs.resized(_corner(inputs))
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        handle.remove()
+    return counts
+
+
+def _corner(inputs: Inputs) -> tuple[int, ...]:
+    return (BATCH_SIZES[0], *(x.size for x in inputs.dimensions[1:]))
+
+
+def _grid(inputs: Inputs) -> list[tuple[int, ...]]:
+    grid: list[tuple[int, ...]] = [(size,) for size in BATCH_SIZES]
+    for dimension in inputs.dimensions[1:]:
+        grid = [(*x, size) for x in grid for size in (dimension.size, dimension.size - 1)]
+    return grid
+
+
+def _programs(
+    model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]
+) -> tuple[dict[bool, Recording], str | None]:
+    """Return the recordings for evaluation and training, and why autocast is refused."""
+    corner = _corner(inputs)
+    programs = {}
+    programs[False] = _over_sizes(model, inputs, opened)
+    model.train()
+    once = _recorded(model, inputs, opened, corner)
+    try:
+        programs[True] = programs[False] = unify.with_training(programs[False], once, corner)
+    except unify.DifferentCallsError:
+        programs[True] = _over_sizes(model, inputs, opened)
+    refused = None
+    for training in (False, True):
+        model.train(training)
+        try:
+            with torch.autocast(_device(model).type, torch.bfloat16):
+                under = _recorded(model, inputs, opened, corner)
+            programs[training] = unify.with_autocast(programs[training], under, corner)
+        except (ConfigurationError, RuntimeError, ValueError) as error:
+            refused = str(error)
+    return programs, refused
+
+
+def _over_sizes(model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]) -> Recording:
+    return unify.over_sizes(
+        {sizes: _recorded(model, inputs, opened, sizes) for sizes in _grid(inputs)}
+    )
+
+
+def _recorded(
+    model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module], sizes: tuple[int, ...]
+) -> Recording:
+    args, kwargs = inputs.resized(sizes)
+    with torch.enable_grad():
+        return record(model, opened, args, kwargs)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((x.device for x in model.parameters()), torch.device("cpu"))
+
+
+# --- layers ------------------------------------------------------------------------------------
+
+
+def _layers(
+    model: nn.Module,
+    inputs: Inputs,
+    blocks: Sequence[str],
+    pieces: Sequence[Piece],
+    training: Sequence[Piece],
+) -> ModelLayers:
+    names = ["first", *blocks, "last"]
+    layers: dict[str, RecordedLayer] = {}
+    for place, name in enumerate(names):
+        layer = RecordedLayer(inputs if place == 0 else None)
+        for mode, chosen in ((False, pieces), (True, training)):
+            following = chosen[place + 1] if place + 1 < len(chosen) else None
+            write_forward(layer, chosen[place], following, training=mode, title=name)
+        layers[name if name not in layers else f"{name}#{place}"] = layer
+    _attach_called(model, list(layers.values()), pieces, training)
+    order = list(model.state_dict())
+    _attach_rest(model, list(layers.values()))
+    made = ModelLayers(layers, pieces, order)
+    difference = set(order) ^ set(made.state_dict())
+    if difference:
+        raise UnrecordableError(
+            f"its state_dict has entries that are no parameters or buffers: {sorted(difference)}"
+        )
+    return made
+
+
+def _attach_called(
+    model: nn.Module,
+    layers: Sequence[RecordedLayer],
+    *programs: Sequence[Piece],
+) -> None:
+    """Give each layer the modules and tensors that it uses, under all of their names."""
+    modules: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(module, []).append(name)
+    tensors: dict[Tensor, list[str]] = {}
+    for name, tensor in _tensors(model):
+        tensors.setdefault(tensor, []).append(name)
+    found = dict(model.named_modules())
+    states = dict(_tensors(model))
+    persistent = set(model.state_dict())
+    for layer, *pieces in zip(layers, *programs, strict=True):
+        for piece in pieces:
+            for name in sorted(modules_of(piece)):
+                for alias in modules[found[name]]:
+                    attach(layer, alias, found[name])
+            for name in sorted(states_of(piece)):
+                for alias in tensors[states[name]]:
+                    attach(layer, alias, states[name], persistent=alias in persistent)
+
+
+def _attach_rest(model: nn.Module, layers: Sequence[RecordedLayer]) -> None:
+    """Give the last layer the parameters and buffers that no forward uses."""
+    here = {name for layer in layers for name in layer.state_dict()}
+    here |= {name for layer in layers for name, _ in layer.named_parameters(remove_duplicate=False)}
+    for name in model.state_dict():
+        if name not in here:
+            attach(layers[-1], name, _tensor(model, name))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    found = getattr(model.get_submodule(owner), last, None)
+    if not isinstance(found, Tensor):
+        raise UnrecordableError(f"its state_dict has {name!r}, which is no parameter or buffer")
+    return found
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Run a Hugging Face model without caches of keys and values.
+
+    Its own activation checkpointing is disabled for good: stages have theirs.
+    """
+    changed = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010  # no module declares it
+        config = getattr(module, "config", None)
+        for each in _configs(config):
+            if getattr(each, "use_cache", None):
+                changed.append(each)
+                each.use_cache = False
+    try:
+        yield
+    finally:
+        for each in changed:
+            each.use_cache = True
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    if config is None or not hasattr(config, "to_dict"):
+        return
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and value is not config:
+            yield from _configs(value)
+
+
+# --- verification ------------------------------------------------------------------------------
+
+
+def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
+    """Compare the layers with the model on other samples, sizes and padding."""
+    parameters = list(model.named_parameters())
+    full = [x.size for x in inputs.dimensions[1:]]
+    shorter = [max(1, size - 2) for size in full]
+    cases: list[tuple[str, tuple[int, ...], int, bool]] = [
+        ("one sample in evaluation", (1, *shorter), 1, False),
+        ("three samples in training", (3, *full), 2, True),
+        ("four samples in evaluation", (4, *shorter), 3, False),
+    ]
+    for what, sizes, roll, training in cases:
+        for padded in _paddings(inputs.resized(sizes, roll)):
+            args, kwargs = padded
+            model.train(training)
+            layers.train(training)
+            given = kwargs or (args if len(args) > 1 else args[0])
+            verify.compare(
+                lambda args=args, kwargs=kwargs: model(*args, **kwargs),  # type: ignore[misc]
+                lambda given=given: _run_apart(layers, given),  # type: ignore[misc]
+                parameters,
+                f"for {what} of sizes {sizes}",
+            )
+
+
+def _run_apart(layers: ModelLayers, value: Any) -> Any:
+    for layer in layers:
+        value = verify.separate(layer(value))
+    return value
+
+
+def _paddings(given: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[Any]:
+    """Yield the arguments without padding, and with padding at the end of each second sample."""
+    args, kwargs = given
+    masks = {
+        name: x
+        for name, x in kwargs.items()
+        if name.endswith("mask") and isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 1
+        if not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())
+    }
+    if not masks:
+        yield given
+        return
+    yield args, {**kwargs, **{name: torch.ones_like(x) for name, x in masks.items()}}
+    padded = {name: torch.ones_like(x) for name, x in masks.items()}
+    for mask in padded.values():
+        mask[::2, -(mask.shape[1] // 3 or 1) :] = 0
+    yield args, {**kwargs, **padded}

@@ -1,0 +1,170 @@
+"""The inputs of a recorded model: their structure, and the sizes that may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.pipeline.samples import is_marked, map_marked, plain_batch
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the arguments of a model's forward: a dict has keyword arguments."""
+    batch = map_marked(lambda marked: marked.value, plain_batch(batch))
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A size that may vary: that of dimension 0, or a length of sequences."""
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+    """Inputs, by their number among the leaves of a batch, and their dimensions of this size."""
+    size: int
+
+
+class Inputs:
+    """Sizes, dtypes and structure of a model's inputs, from an example.
+
+    ``lengths_vary``: whether sequences may be shorter than the example's.
+    """
+
+    def __init__(self, example: Any, *, lengths_vary: bool) -> None:
+        example = plain_batch(example)
+        leaves, self._structure = pytree.tree_flatten(example, is_leaf=is_marked)
+        self._marked = [is_marked(x) for x in leaves]
+        self._leaves, _ = pytree.tree_flatten(arguments(example))
+        if len(self._leaves) != len(leaves):
+            raise ConfigurationError(
+                "example_inputs marks a container: mark each of its tensors, so that the layers "
+                "know their sizes"
+            )
+        self.dimensions = [self._batch()]
+        if lengths_vary:
+            self.dimensions += self._lengths()
+        _, self._spec = pytree.tree_flatten(arguments(example))
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """The tensors among the leaves, by their number."""
+        return {i: x for i, x in enumerate(self._leaves) if isinstance(x, Tensor)}
+
+    def _batch(self) -> Dimension:
+        cut = [(i, 0) for i, x in self.tensors.items() if not self._marked[i]]
+        sizes = {self._leaves[i].shape[:1] for i, _ in cut}
+        if len(sizes) != 1 or not sizes.copy().pop():
+            raise ConfigurationError(
+                "example_inputs: dimension 0 of each tensor must be the batch, and the sizes are "
+                f"{sorted(map(tuple, sizes))}; pass pipollux.whole(tensor) where it is not"
+            )
+        return Dimension("batch", tuple(cut), sizes.pop()[0])
+
+    def _lengths(self) -> list[Dimension]:
+        """Return the lengths of token ids and masks; other dimensions of that size follow."""
+        lengths = {
+            x.shape[1]
+            for x in self.tensors.values()
+            if x.dim() == 2 and not x.is_floating_point() and x.shape[1] > 3
+        }
+        return [
+            Dimension(
+                "length",
+                tuple(
+                    (i, dim)
+                    for i, x in self.tensors.items()
+                    for dim in range(0 if self._marked[i] else 1, x.dim())
+                    if x.shape[dim] == length
+                ),
+                length,
+            )
+            for length in sorted(lengths)
+        ]
+
+    def resized(self, sizes: Sequence[int], roll: int = 0) -> Any:
+        """Return the arguments with other sizes; rows repeat, sequences are cut at their end.
+
+        ``roll`` exchanges the samples and tokens for others.
+        """
+        leaves = list(self._leaves)
+        for i, tensor in self.tensors.items():
+            leaves[i] = tensor
+        for dimension, size in zip(self.dimensions, sizes, strict=True):
+            for i, dim in dimension.places:
+                index = torch.arange(roll, roll + size, device=leaves[i].device)
+                leaves[i] = leaves[i].index_select(dim, index % dimension.size)
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def read(self, batch: Any) -> tuple[tuple[int, ...], list[Any]]:
+        """Return the sizes and the leaves of a batch.
+
+        Raises:
+            ConfigurationError: It has another structure, dtype, or a size that may not vary.
+        """
+        given = arguments(batch)
+        if isinstance(given[1], dict) and list(given[1]) != list(self._keywords):
+            given = given[0], self._in_order(given[1])
+        leaves, spec = pytree.tree_flatten(given)
+        if spec != self._spec:
+            raise ConfigurationError(
+                "the batch has another structure than example_inputs: give HybridParallel or "
+                "as_layers an example as the data loader returns it"
+            )
+        sizes = tuple(leaves[places[0][0]].shape[places[0][1]] for places in self._places)
+        for i, leaf in enumerate(leaves):
+            self._check(i, leaf, sizes)
+        return sizes, leaves
+
+    @property
+    def _places(self) -> list[tuple[tuple[int, int], ...]]:
+        return [dimension.places for dimension in self.dimensions]
+
+    @property
+    def _keywords(self) -> Mapping[str, Any]:
+        keywords: Mapping[str, Any] = pytree.tree_unflatten(self._leaves, self._spec)[1]
+        return keywords
+
+    def _in_order(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if set(given) != set(self._keywords):
+            raise ConfigurationError(
+                f"the batch has the entries {sorted(given)}, and example_inputs has "
+                f"{sorted(self._keywords)}: give an example with the same entries as each batch"
+            )
+        return {name: given[name] for name in self._keywords}
+
+    def _check(self, i: int, leaf: Any, sizes: tuple[int, ...]) -> None:
+        example = self._leaves[i]
+        if not isinstance(leaf, Tensor) or not isinstance(example, Tensor):
+            if isinstance(leaf, Tensor) != isinstance(example, Tensor) or leaf != example:
+                raise ConfigurationError(
+                    f"input {i} of the batch is {leaf!r}, and in example_inputs it is {example!r}: "
+                    "layers are recorded for one value of everything that is no tensor"
+                )
+            return
+        expected = list(example.shape)
+        for dimension, size in zip(self.dimensions, sizes, strict=True):
+            for place, dim in dimension.places:
+                if place == i:
+                    expected[dim] = size
+        if list(leaf.shape) != expected or leaf.dtype != example.dtype:
+            raise ConfigurationError(
+                f"input {i} of the batch has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, and "
+                f"the layers were recorded for {self._allowed(i)} and {example.dtype}: pad or "
+                "convert the batch, or record the layers with such an example"
+            )
+
+    def _allowed(self, i: int) -> str:
+        shape = [str(size) for size in self._leaves[i].shape]
+        for dimension in self.dimensions:
+            for place, dim in dimension.places:
+                if place == i:
+                    shape[dim] = dimension.name
+        return f"[{', '.join(shape)}]"

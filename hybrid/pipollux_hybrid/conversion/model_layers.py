@@ -1,0 +1,124 @@
+"""The layers of a converted model: an ``nn.Sequential`` with the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipollux_hybrid.checkpoint.parameter_groups import RECORDED, plain_name
+from pipollux_hybrid.errors import ConfigurationError
+
+from .pieces import Piece, RecordedLayer
+
+
+class ModelLayers(nn.Sequential):
+    """A model as layers, made by :func:`pipollux.as_layers`.
+
+    Modules and parameters are the model's own objects. ``state_dict``, ``named_parameters`` and
+    ``named_buffers`` have the names of the model, so that its checkpoints load, and the model loads
+    those of the layers.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, RecordedLayer], pieces: Sequence[Piece], order: Sequence[str]
+    ) -> None:
+        super().__init__()
+        for number, (name, layer) in enumerate(layers.items()):
+            self.add_module(f"{number}{RECORDED}{name.replace('.', '/')}", layer)
+        self._pieces, self._order = list(pieces), list(order)
+
+    def describe(self) -> str:
+        """Return a table of the layers.
+
+        Each has its modules, the number of operations between them, the number of tensors that it
+        passes on, their bytes on the example of two samples, and its parameters.
+        """
+        rows = [("layer", "modules", "operations", "carries", "bytes", "parameters")]
+        for name, layer, piece in zip(self._modules, self, self._pieces, strict=True):
+            called = [call.target for call in piece.calls if call.is_module]
+            operations = len(piece.calls) - len(called)
+            size = sum(x.numel() for x in layer.parameters())
+            row = (
+                name,
+                ", ".join(called),
+                operations,
+                len(piece.returns),
+                piece.carried_bytes,
+                size,
+            )
+            rows.append(tuple(map(str, row)))  # type: ignore[arg-type]  # six columns
+        widths = [min(60, max(map(len, column))) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                _short(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state under the model's names, in the model's order."""
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        given = kwargs.get("destination", args[0] if args else None)
+        kwargs = {"keep_vars": kwargs.get("keep_vars", args[2] if len(args) > 2 else False)}
+        state = super().state_dict(**kwargs)
+        named = {plain_name(name): x for name, x in state.items()}
+        target = state if given is None else given
+        if given is None:
+            target.clear()
+        target.update({prefix + name: named[name] for name in self._order if name in named})
+        return target
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state with the model's names."""
+        names = list(super().state_dict())
+        renamed = dict(state_dict)
+        for name in names:
+            if plain_name(name) in state_dict:
+                renamed.pop(plain_name(name), None)
+                renamed[name] = state_dict[plain_name(name)]
+        result = super().load_state_dict(renamed, strict=False, assign=assign)
+        missing = sorted({plain_name(name) for name in result.missing_keys})
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(
+                "Error(s) in loading state_dict for the converted model: missing keys "
+                f"{missing}, unexpected keys {result.unexpected_keys}"
+            )
+        return result._replace(missing_keys=missing)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with the model's names."""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield _joined(prefix, plain_name(name)), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers with the model's names."""
+        for name, buffer in super().named_buffers("", recurse, remove_duplicate):
+            yield _joined(prefix, plain_name(name)), buffer
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer by its index; a slice has no names of its own.
+
+        Raises:
+            ConfigurationError: The index is a slice.
+        """
+        if isinstance(index, slice):
+            raise ConfigurationError(
+                "layers of a converted model cannot be sliced: choose where to cut with cut_at="
+            )
+        return super().__getitem__(index)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

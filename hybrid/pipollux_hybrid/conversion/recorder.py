@@ -1,0 +1,509 @@
+"""Recording of the operations between a model's blocks, while it runs on an example.
+
+    forward of the model, opened down to its blocks      recorded
+    ────────────────────────────────────────────────     ─────────────────────────────────
+    self.embed(ids)                                      call of module "embed"
+    ids.shape[1], x.dtype                                nothing: see :mod:`.unify`
+    x + positions                                        call of torch.Tensor.add
+    create_causal_mask(config, x, mask, …)               call of that function
+    if mask.all():                                       check that the answer is the same
+    self.blocks[0](x, mask)                              call of module "blocks.0"
+
+Modules without blocks in them stay closed: their calls are recorded, and run the original module.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from pipollux_hybrid.errors import ConfigurationError
+
+from .expressions import (
+    PLAIN,
+    Constant,
+    Expression,
+    Literal,
+    Opaque,
+    Slice,
+    State,
+    Tree,
+    Value,
+    leaves_of,
+)
+
+METADATA = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mps",
+        "is_xpu",
+        "itemsize",
+        "nbytes",
+        "grad_fn",
+        "names",
+        "output_nr",
+        "_version",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "__len__",
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "ndimension",
+        "nelement",
+        "get_device",
+        "data_ptr",
+        "is_pinned",
+        "is_shared",
+        "type",
+        "__reduce_ex__",
+        "retain_grad",
+        "can_cast",
+        "result_type",
+        "promote_types",
+        "is_autocast_enabled",
+    ]
+)
+"""Functions and attributes of tensors whose answers depend on shapes, types and devices only."""
+RANDOM = frozenset(
+    [
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+    ]
+)
+"""Functions of torch that draw from its generators whatever the mode."""
+OURS = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+
+
+NOTHING = Literal(None)
+
+
+class UnrecordableError(ConfigurationError):
+    """A model does something that layers cannot repeat."""
+
+
+@dataclass
+class Call:
+    """A recorded call."""
+
+    target: Any
+    """The function, or the name of the module."""
+    args: Expression
+    kwargs: Expression
+    result: Expression
+    """What it returned. A check's result is the value that it must have again."""
+    where: str
+    is_module: bool = False
+    is_check: bool = False
+    is_random: bool = False
+    has_graph: bool = True
+    """Whether gradients were enabled."""
+    has_autocast: bool = True
+    """Whether autocast was enabled, if it was around the model."""
+
+    @property
+    def reads(self) -> Iterator[Expression]:
+        """The leaves of its arguments."""
+        yield from leaves_of(self.args)
+        yield from leaves_of(self.kwargs)
+
+    @property
+    def writes(self) -> Iterator[int]:
+        """The numbers of the tensors that it returns."""
+        yield from (x.index for x in leaves_of(self.result) if isinstance(x, Value))
+
+
+@dataclass
+class Recording:
+    """The calls of one forward."""
+
+    calls: list[Call] = field(default_factory=list)
+    inputs: Expression = NOTHING
+    output: Expression = NOTHING
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+
+
+def record(
+    model: nn.Module,
+    opened: Iterable[nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Recording:
+    """Run a model, and return its calls.
+
+    ``opened`` are the modules whose forward is recorded; all others are called as they are.
+
+    Raises:
+        UnrecordableError: A layer could not repeat what the model does.
+    """
+    return _Recorder(model, opened).run(args, kwargs)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, opened: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._model, self._opened = model, set(opened)
+        self._paths = {module: name for name, module in model.named_modules()}
+        self._states = {
+            id(tensor): State(name)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._values: dict[int, Value] = {}
+        self._kept: list[Any] = []  # so that no id is used twice
+        self._count = 0
+        self._drawn: set[int] = set()
+        self._closed = False
+        self._autocast = _autocast_enabled()
+        self.recording = Recording()
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+        states = {path: _attributes(module) for path, module in self._opened_paths()}
+        before = random.getstate(), _numpy_state()
+        self.recording.inputs = self._result((tuple(args), dict(kwargs)), (), "the inputs")[0]
+        with ExitStack() as stack:
+            stack.enter_context(_intercepted_modules(self))
+            stack.enter_context(_intercepted_functions(self, self._opened))
+            stack.enter_context(self)
+            output = self._model(*args, **kwargs)
+        self.recording.output = self._expression(output, "the output", opaque=False)
+        if not _same_draws(before, (random.getstate(), _numpy_state())):
+            raise UnrecordableError(
+                f"the forward of {self._name('')} draws random numbers with Python's random or "
+                "NumPy outside of its blocks: layers draw with torch only"
+            )
+        for path, module in self._opened_paths():
+            self._check_attributes(path, states[path], _attributes(module))
+        return self.recording
+
+    def _opened_paths(self) -> list[tuple[str, nn.Module]]:
+        return [(path, module) for module, path in self._paths.items() if module in self._opened]
+
+    def _check_attributes(
+        self, path: str, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> None:
+        for name in before.keys() | after.keys():
+            if before.get(name, self) is not after.get(name, self):
+                raise UnrecordableError(
+                    f"the forward of {self._name(path)} sets its attribute {name!r}, which layers "
+                    "do not have: return the value as an output, or cut inside of the module with "
+                    "cut_at="
+                )
+
+    def _name(self, path: str) -> str:
+        module = self._model.get_submodule(path)
+        return f"{path!r} ({type(module).__name__})" if path else f"the {type(module).__name__}"
+
+    # --- calls -------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch, and record it if the model called it outside of its blocks."""
+        kwargs = dict(kwargs or {})
+        name = _name_of(func)
+        if self._closed or name in METADATA:
+            return func(*args, **kwargs)
+        if name == "__iter__":
+            return iter(self.call(torch.unbind, args, kwargs))
+        if name == "_set_grad_enabled":
+            return func(*args, **kwargs)
+        return self.call(func, args, kwargs, is_random=name in RANDOM)
+
+    def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, and record it as one call unless it is opened."""
+        if self._closed or module in self._opened or module not in self._paths:
+            return _module_call(module, *args, **kwargs)
+        return self.call(self._paths[module], args, kwargs, module=module)
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        module: nn.Module | None = None,
+        is_random: bool = False,
+    ) -> Any:
+        """Run and record a call."""
+        where, opaque = _where(), module is None
+        given = self._expression(args, where, opaque=opaque)
+        named = self._expression(kwargs, where, opaque=opaque)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        versions = [(x, x._version) for x in tensors if not x.is_inference()]
+        graph, autocast = torch.is_grad_enabled(), _autocast_enabled()
+        self._closed = True
+        try:
+            run = target if module is None else lambda *a, **k: _module_call(module, *a, **k)
+            returned = run(*args, **kwargs)
+            changed = {id(x) for x, version in versions if x._version != version}
+            result, returned = self._result(returned, changed, where)
+        finally:
+            self._closed = False
+        made = Call(target, given, named, result, where, is_module=module is not None)
+        made.has_graph, made.has_autocast = graph, autocast or not self._autocast
+        made.is_random = is_random or any(
+            isinstance(x, Value) and x.index in self._drawn for x in made.reads
+        )
+        has_tensors = any(isinstance(x, Value) for x in leaves_of(result))
+        made.is_check = module is None and not has_tensors and returned is not None
+        if made.is_random:
+            self._drawn.update(made.writes)
+        self._check(made)
+        if made.is_check and not any(isinstance(x, (Value, State)) for x in made.reads):
+            return returned  # a function of plain values
+        self.recording.calls.append(made)
+        return returned
+
+    def _check(self, made: Call) -> None:
+        if made.is_check and made.is_random:
+            raise UnrecordableError(
+                f"{made.where}: the model decides by a random number which operations run, as with "
+                "layerdrop or stochastic depth outside of its blocks: set that probability to 0"
+            )
+        strange = (x for x in leaves_of(made.result) if isinstance(x, Opaque))
+        if made.is_check and any(strange):
+            raise UnrecordableError(
+                f"{made.where}: {_name_of(made.target)} turns a tensor into a "
+                f"{type(next(leaves_of(made.result)).value).__name__}, which layers cannot repeat: "  # type: ignore[union-attr]
+                "compute with tensors, or move the code into a block"
+            )
+
+    # --- values ------------------------------------------------------------------------------
+
+    def _result(self, value: Any, changed: Iterable[int], where: str) -> tuple[Expression, Any]:
+        """Number the tensors of a result; return it with tensors that are no argument's objects.
+
+        A module that returns its argument in evaluation, such as dropout, returns another tensor
+        in training. The two must not be confused, so the model gets a view.
+        """
+        changed = set(changed)
+
+        def number(leaf: Any) -> tuple[Expression, Any]:
+            if not isinstance(leaf, Tensor):
+                return (Literal(leaf), leaf) if _is_plain(leaf) else (Opaque(leaf, id(leaf)), leaf)
+            known = id(leaf) in self._values or id(leaf) in self._states
+            if known and id(leaf) not in changed:
+                leaf = leaf.view_as(leaf)
+            made = self._values[id(leaf)] = Value(self._count)
+            self._count += 1
+            self._kept.append(leaf)
+            self.recording.shapes[made.index] = tuple(leaf.shape)
+            self.recording.bytes[made.index] = leaf.numel() * leaf.element_size()
+            return made, leaf
+
+        return _mapped(value, number, where)
+
+    def _expression(self, value: Any, where: str, *, opaque: bool) -> Expression:
+        def known(leaf: Any) -> tuple[Expression, Any]:
+            if isinstance(leaf, Tensor):
+                found = self._values.get(id(leaf)) or self._states.get(id(leaf))
+                self._kept.append(leaf)
+                return found or Constant(leaf, id(leaf)), leaf
+            if _is_plain(leaf):
+                return Literal(leaf), leaf
+            if not opaque and not callable(leaf):
+                raise UnrecordableError(
+                    f"{where}: the model passes a {type(leaf).__module__}.{type(leaf).__name__} "
+                    "between its modules, and layers pass tensors, numbers, strings and None only"
+                )
+            self._kept.append(leaf)
+            return Opaque(leaf, id(leaf)), leaf
+
+        return _mapped(value, known, where)[0]
+
+
+def _mapped(
+    value: Any, function: Callable[[Any], tuple[Expression, Any]], where: str
+) -> tuple[Expression, Any]:
+    """Apply a function to the leaves of containers and slices."""
+    if isinstance(value, slice):
+        parts = [_mapped(x, function, where) for x in (value.start, value.stop, value.step)]
+        return Slice((parts[0][0], parts[1][0], parts[2][0])), slice(*(x for _, x in parts))
+    kind: Any = tuple if isinstance(value, torch.Size) else pytree._get_node_type(value)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None or isinstance(value, Tensor):
+        return function(value)
+    children, context = node.flatten_fn(tuple(value) if kind is tuple else value)
+    pairs = [_mapped(x, function, where) for x in children]
+    tree = Tree(tuple(x for x, _ in pairs), kind, context)
+    return tree, node.unflatten_fn([x for _, x in pairs], context)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", type(func).__name__)
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, with its buffers and parameters."""
+    own = {name: x for name, x in vars(module).items() if not name.startswith("_")}
+    return {**own, **module._buffers, **module._parameters}
+
+
+def _same_draws(one: Any, other: Any) -> bool:
+    (python, (keys, place)), (python2, (keys2, place2)) = one, other
+    return python == python2 and place == place2 and bool((keys == keys2).all())
+
+
+def _numpy_state() -> Any:
+    state: Any = np.random.get_state()  # the generator that scripts share
+    return state[1:3]
+
+
+def _autocast_enabled() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _where() -> str:
+    """Return the file and line of the model that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((OURS, TORCH, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the model"
+
+
+_module_call = nn.Module.__call__
+
+
+@contextmanager
+def _intercepted_modules(recorder: _Recorder) -> Iterator[None]:
+    """Pass calls of all modules to the recorder."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module(module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+
+
+@contextmanager
+def _intercepted_functions(recorder: _Recorder, opened: Iterable[nn.Module]) -> Iterator[None]:
+    """Record the mask functions of ``transformers`` as calls.
+
+    Whether they drop a mask depends on the data, so they decide again in each forward.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    originals = {
+        function: name
+        for name, function in vars(masks).items()
+        if name.startswith("create_") and callable(function)
+    }
+    replaced = []
+    for module_name in {parent.__module__ for module in opened for parent in type(module).__mro__}:
+        namespace = vars(sys.modules[module_name])
+        for name, function in list(namespace.items()):
+            if callable(function) and _hashable_in(function, originals):
+                replaced.append((namespace, name, function))
+                namespace[name] = _recorded(recorder, function)
+    try:
+        yield
+    finally:
+        for namespace, name, function in replaced:
+            namespace[name] = function
+
+
+def _hashable_in(value: Any, known: Mapping[Any, Any]) -> bool:
+    try:
+        return value in known
+    except TypeError:
+        return False
+
+
+def _recorded(recorder: _Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder._closed:
+            return function(*args, **kwargs)
+        return recorder.call(Exported(function), args, kwargs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A function that runs as under ``torch.export``, so that its result is always a tensor."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        """The function's name."""
+        return str(getattr(self.function, "__name__", "function"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        before = torch.compiler._is_exporting_flag
+        torch.compiler._is_exporting_flag = True
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            torch.compiler._is_exporting_flag = before

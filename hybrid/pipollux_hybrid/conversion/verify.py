@@ -1,0 +1,121 @@
+"""Comparison of a converted model with the original, in values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .recorder import UnrecordableError
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Allowed difference of outputs and gradients, relative to the largest value of the tensor."""
+
+
+def compare(
+    model: Callable[[], Any],
+    layers: Callable[[], Any],
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    what: str,
+) -> None:
+    """Compare outputs and gradients of a model and its layers, run from the same random state.
+
+    Raises:
+        UnrecordableError: They differ; ``what`` names the batch.
+    """
+    trained = [(name, x) for name, x in parameters if x.requires_grad]
+    state = _random_state()
+    expected, gradients = _run(model, trained)
+    _set_random_state(state)
+    found, ours = _run(layers, trained)
+    if len(found) != len(expected):
+        raise UnrecordableError(
+            f"{what}: the layers return {len(found)} tensors, and the model {len(expected)}"
+        )
+    for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if not _equal(one, other):
+            raise UnrecordableError(
+                f"{what}: output {place} of the layers differs from the model's"
+                f"{_by(one, other)}; use layers written by hand"
+            )
+    for (name, _), mine, theirs in zip(trained, ours, gradients, strict=True):
+        if (mine is None) != (theirs is None) or (
+            mine is not None and theirs is not None and not _equal(theirs, mine)
+        ):
+            raise UnrecordableError(
+                f"{what}: the gradient of {name!r} differs from the model's; use layers written by "
+                "hand"
+            )
+
+
+def _run(
+    function: Callable[[], Any], trained: Sequence[tuple[str, nn.Parameter]]
+) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+    outputs = [x for x in pytree.tree_leaves(function()) if isinstance(x, Tensor)]
+    roots = [x for x in outputs if x.requires_grad]
+    if not roots or not trained:
+        return outputs, []
+    torch.manual_seed(0)
+    weights = [torch.randn_like(x) for x in roots]
+    gradients = torch.autograd.grad(roots, [x for _, x in trained], weights, allow_unused=True)
+    return [x.detach() for x in outputs], gradients
+
+
+def separate(value: Any) -> Any:
+    """Return a value as another stage receives it: in memory of its own."""
+    return pytree.tree_map_only(Tensor, lambda x: x.clone(), value)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers, the modes and the random generators of a model after the body."""
+    buffers = [(x, x.detach().clone()) for x in model.buffers()]
+    modes = [(x, x.training) for x in model.modules()]
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(state)
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    return (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    )
+
+
+def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    finite = torch.isfinite(one)
+    if not torch.equal(finite, torch.isfinite(other)):
+        return False
+    one, other = one[finite].double(), other[finite].double()
+    if not one.numel():
+        return True
+    scale = max(float(one.abs().max()), 1e-30)
+    return float((one - other).abs().max()) <= TOLERANCE.get(finite.dtype, 1e-4) * scale
+
+
+def _by(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape:
+        return f" in shape, {tuple(other.shape)} and {tuple(one.shape)}"
+    return f" by up to {float((one.double() - other.double()).abs().max()):.3g}"
