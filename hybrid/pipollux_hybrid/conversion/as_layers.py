@@ -26,6 +26,7 @@ from .pieces import (
     write_forward,
 )
 from .recorder import Recording, UnrecordableError, record
+from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
@@ -99,8 +100,8 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
     if labels is not None:
         raise ConfigurationError(
             f"example_inputs has {labels!r}, with which the model computes its loss, one number "
-            "for a whole batch: pass the labels as targets, and compute the loss in loss_fn(output, "
-            "targets)"
+            "for a whole batch: pass the labels as targets, and compute the loss in "
+            "loss_fn(output, targets)"
         )
 
 
@@ -112,20 +113,33 @@ def _converted(
         blocks = choose_blocks(model, _calls(model, inputs), cut_at)
         if not blocks:
             raise UnrecordableError("it has no modules to cut between")
-        programs, refuses_autocast = _programs(model, inputs, opened_by(model, blocks))
+        opened = opened_by(model, blocks)
+        _check_hooks(opened)
+        programs, refuses_autocast = _programs(model, inputs, list(opened.values()))
     names, pieces = pieces_of(programs[False], blocks)
     other, training = pieces_of(programs[True], blocks)
     if names != other:
         raise UnrecordableError("it calls other blocks in training than in evaluation")
     layers = _layers(model, inputs, names, pieces, training)
     for layer in layers:
-        layer._refuses_autocast = refuses_autocast  # type: ignore[assignment]
+        layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
+    layers.watch(SettingsWatch(opened))
     layers.train(model.training)
     if check:
         with verify.unchanged(model), _without_caches(model):
             _verify(model, layers, inputs)
     layers.train(model.training)
+    inputs.forget_values()
     return layers
+
+
+def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
+    for name, module in opened.items():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise UnrecordableError(
+                f"module {name!r} has hooks, which would never be called, as layers repeat "
+                "only its operations: register them on a block or on a module between blocks"
+            )
 
 
 def _calls(model: nn.Module, inputs: Inputs) -> Counter[str]:
