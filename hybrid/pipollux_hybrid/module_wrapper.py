@@ -182,7 +182,7 @@ def batch_of(
         given = ", ".join(f"{name!r}: {name}" for name in keywords)
         raise ConfigurationError(
             "the model got keyword arguments, and its first layer takes one value: pass them as a "
-            f"dict, model({{{given}}}); docs/howto/models.md shows layers that pass them on"
+            f"dict, model({{{given}}}); docs/howto/layers.md shows layers that pass them on"
         )
     return plain_batch(inputs[0] if len(inputs) == 1 else inputs)
 
