@@ -21,6 +21,7 @@ SHORT = {
     ),
     "digits.py": "--epochs=4",
     "digits_plain.py": "--epochs=4",
+    "gpt2.py": "--texts=96 --epochs=2",
     "unet.py": "--epochs=2 --pictures=800 --width=8 --batch-size=8",
 }
 """Arguments with which a script learns something in seconds."""
@@ -99,6 +100,21 @@ def test_the_language_model_with_a_process_for_each_stage(repository: Path) -> N
     arguments.append("--processes-per-replica=2")
     with Replicas(repository / path, 2, arguments, environment(), repository) as job:
         assert by_epoch(ended_well(job))[-1] < 3.0, "and only one process prints"
+
+
+@pytest.mark.exhaustive
+def test_gpt2_is_fine_tuned_by_two_replicas_of_two_stages(repository: Path, tmp_path: Path) -> None:
+    path, *arguments = command("gpt2.py")
+    begun, further = tmp_path / "begun", tmp_path / "further"
+    arguments.append("--processes-per-replica=2")
+    saves = [*arguments, f"--save={begun}"]
+    with Replicas(repository / path, 4, saves, environment(), repository) as job:
+        first, last = by_epoch(ended_well(job))
+    assert last < first < 5.6, "ln 256 is what a model says that knows nothing"
+    again = [*arguments, f"--model={begun}", f"--save={further}"]
+    with Replicas(repository / path, 4, again, environment(), repository) as job:
+        assert by_epoch(ended_well(job))[-1] < last
+    assert (further / "model.safetensors").exists()
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,8 @@ def _given(model: nn.Module, calls: Mapping[str, int], cut_at: Sequence[str]) ->
         if name not in modules or not name:
             known = ", ".join(repr(x) for x in modules if x)
             raise ConfigurationError(f"cut_at: the model has no module {name!r}; it has {known}")
-        members = _members(model, [name], calls) if _is_list(modules[name]) else []
+        is_list = isinstance(modules[name], nn.ModuleList)
+        members = _members(model, [name], calls) if is_list else []
         chosen += members or [name]
     for name in chosen:
         if not calls.get(name):

@@ -31,6 +31,8 @@ class ModelLayers(nn.Sequential):
         for number, (name, layer) in enumerate(layers.items()):
             self.add_module(f"{number}{RECORDED}{name.replace('.', '/')}", layer)
         self._pieces, self._order = list(pieces), list(order)
+        renames: Any = self.register_load_state_dict_pre_hook  # torch does not annotate it
+        renames(ModelLayers._rename)
 
     def watch(self, settings: SettingsWatch) -> None:
         """Refuse to run when settings of the model change."""
@@ -84,24 +86,17 @@ class ModelLayers(nn.Sequential):
         target.update({prefix + name: named[name] for name in self._order if name in named})
         return target
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state with the model's names."""
-        names = list(super().state_dict())
-        renamed = dict(state_dict)
-        for name in names:
-            if plain_name(name) in state_dict:
-                renamed.pop(plain_name(name), None)
-                renamed[name] = state_dict[plain_name(name)]
-        result = super().load_state_dict(renamed, strict=False, assign=assign)
-        missing = sorted({plain_name(name) for name in result.missing_keys})
-        if strict and (missing or result.unexpected_keys):
-            raise RuntimeError(
-                "Error(s) in loading state_dict for the converted model: missing keys "
-                f"{missing}, unexpected keys {result.unexpected_keys}"
-            )
-        return result._replace(missing_keys=missing)
+    def _rename(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Rename the entries of a state that is being loaded to those of the layers."""
+        given = {name: x for name, x in state_dict.items() if name.startswith(prefix)}
+        used = set()
+        for name in super().state_dict(prefix=prefix):
+            original = prefix + plain_name(name[len(prefix) :])
+            if original in given:
+                state_dict[name] = given[original]
+                used.add(original)
+        for name in used:
+            state_dict.pop(name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

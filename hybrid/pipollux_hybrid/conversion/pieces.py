@@ -10,8 +10,10 @@ layers read.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import linecache
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pipollux_hybrid.errors import ConfigurationError
 
 from .expressions import (
+    PLAIN,
     Expression,
     Literal,
     Names,
@@ -111,6 +114,8 @@ class RecordedLayer(Scope):
         super().__init__()
         self._inputs = inputs
         self._run: dict[bool, Callable[[Any, Any], Any]] = {}
+        self.recorded = ""
+        """A digest of the forward, by which replicas compare their layers."""
         self.refuses_autocast: str | None = None
         self.watch: SettingsWatch | None = None
 
@@ -124,9 +129,20 @@ class RecordedLayer(Scope):
             )
         return self._run[self.training](self, value)
 
-    def extra_repr(self) -> str:
-        """Return the names of the called modules."""
-        return ""
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move the layer to another device.
+
+        Raises:
+            ConfigurationError: Its dtype would change, which its operations have recorded.
+        """
+        before = [x.dtype for x in self.parameters()]
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        if [x.dtype for x in self.parameters()] != before:
+            raise ConfigurationError(
+                "the dtype of a converted model was changed, and the operations between its blocks "
+                "are those of the dtype before: change the model's dtype, then convert it"
+            )
+        return result
 
 
 def write_forward(
@@ -141,7 +157,8 @@ def write_forward(
     else:
         received = [*(["sizes"] if piece.needs_sizes else []), *(f"v{i}" for i in piece.receives)]
         lines.append(f"({', '.join(received)},) = value")
-    lines.append("device = device_of(value)")
+    given = ", ".join(f"v{index}" for index in piece.receives)
+    start = len(lines)
     last = _last_reads(piece)
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)
@@ -154,13 +171,25 @@ def write_forward(
         needs = following is not None and following.needs_sizes
         carried = [*(["sizes"] if needs else []), *(f"v{i}" for i in piece.returns)]
         lines.append(f"return ({', '.join(carried)},)")
+    if any(re.search(r"\bdevice\b", line) for line in lines):
+        lines.insert(start, f"device = device_of({given})")
     text = "def forward(self, value):\n" + "".join(f"    {line}\n" for line in lines)
     file = f"<pipollux layer {next(_numbers)}: {title}>"
     namespace = {**_HELPERS, **names.values}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), namespace)  # noqa: S102  # our own source, with no text of the user
     layer._run[training] = namespace["forward"]
+    content = [layer.recorded, text, *(f"{x} = {_shown(names.values[x])}" for x in names.values)]
+    layer.recorded = hashlib.blake2b("\n".join(content).encode(), digest_size=6).hexdigest()
     return text
+
+
+def _shown(value: Any) -> str:
+    """Return a text of an object that is equal in all processes."""
+    if isinstance(value, (*PLAIN, Tensor)):
+        return repr(value)
+    function = getattr(value, "function", value)
+    return str(getattr(function, "__qualname__", type(value).__qualname__))
 
 
 def _last_reads(piece: Piece) -> dict[int, int]:
@@ -239,12 +268,11 @@ def _unpack(value: Any, where: str) -> list[Any]:  # noqa: ARG001  # for the err
     return pytree.tree_leaves(value)
 
 
-def _device_of(value: Any) -> torch.device:
-    if isinstance(value, Tensor):
-        return value.device
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            return leaf.device
+def _device_of(*values: Any) -> torch.device:
+    """Return the device of the first tensor."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
     return torch.device("cpu")
 
 

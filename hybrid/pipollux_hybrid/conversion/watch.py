@@ -13,7 +13,16 @@ from torch import nn
 
 from pipollux_hybrid.errors import ConfigurationError
 
-IGNORED = frozenset(("training", "use_cache", "return_dict", "gradient_checkpointing"))
+IGNORED = frozenset(
+    (
+        "training",
+        "use_cache",
+        "return_dict",
+        "gradient_checkpointing",
+        "dtype",
+        "transformers_version",
+    )
+)
 """Settings without effect on recorded layers."""
 
 
@@ -25,8 +34,8 @@ class SettingsWatch:
         self._before = {name: _settings(module) for name, module in opened.items()}
 
     def __deepcopy__(self, _: Any) -> SettingsWatch:
-        """Copies of a layer watch the same model."""
-        return self
+        """Copies of layers have settings of their own, and watch nothing."""
+        return SettingsWatch({})
 
     def check(self, *, training: bool) -> None:
         """Compare with the current settings of a model that the script still holds.
@@ -39,8 +48,8 @@ class SettingsWatch:
             if module is None:
                 continue
             found, before = _settings(module), self._before[name]
-            if found != before:
-                changed = next(x for x in found | before if found.get(x) != before.get(x))
+            changed = next((x for x in found | before if found.get(x) != before.get(x)), None)
+            if changed is not None:
                 raise ConfigurationError(
                     f"{changed} of {_shown(name, module)} is {found.get(changed)!r} and was "
                     f"{before.get(changed)!r} when the model was converted into layers, which "

@@ -132,8 +132,29 @@ class Popping(nn.Module):
         return F.layer_norm(x + skipped, [8])
 
 
+class Whole(nn.Module):
+    """A model with code between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SIZE, 8)
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = F.dropout(self.embedding(numbers), 0.1, self.training)
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 def make_module(kind: str) -> nn.Sequential:
     """Layers with dropout: parameters depend on random numbers going on as after a restart."""
+    if kind == "converted":
+        return pipollux.as_layers(Whole().double(), torch.arange(6))
     embedding = nn.Embedding(SIZE, 8)
     layers = [embedding, nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 3)]
     if kind == "tied":

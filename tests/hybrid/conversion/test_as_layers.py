@@ -1,0 +1,252 @@
+"""What users do with a converted model: names, modes, settings, compilation, adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from pipollux_hybrid import ConfigurationError, HybridParallel, as_layers
+from pipollux_hybrid.job import context as contexts
+from tests.hybrid.conversion.small_models import loss_of, make_batches, make_model
+
+
+@pytest.fixture(autouse=True)
+def fresh_context() -> Iterator[None]:
+    contexts.reset()
+    yield
+    contexts.reset()
+
+
+class Net(nn.Module):
+    """A model with settings, and with code between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.temperature = 2.0
+        self.offset = nn.Parameter(torch.ones(4))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.dropout(block(x) / self.temperature, 0.5, self.training) + self.offset
+        return x
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.fixture
+def batch() -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gpt2(**settings: Any) -> tuple[Any, dict[str, Tensor]]:
+    return make_model("gpt2", tie_word_embeddings=True, **settings), make_batches("gpt2", 1)[0][0]
+
+
+def test_the_output_has_the_models_class_and_values() -> None:
+    model, batch = gpt2()
+    layers = as_layers(model, batch)
+    found, expected = layers(batch), model(**batch)
+    assert type(found) is type(expected)
+    assert found.keys() == expected.keys() - {"past_key_values"}
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_names_and_objects_are_the_models() -> None:
+    model, batch = gpt2()
+    layers = as_layers(model, batch)
+    assert list(layers.state_dict()) == list(model.state_dict())
+    assert dict(layers.named_parameters()) == dict(model.named_parameters())
+    assert {id(x) for x in layers.parameters()} == {id(x) for x in model.parameters()}
+
+
+def test_states_go_both_ways_also_within_other_modules() -> None:
+    model, batch = gpt2()
+    layers, other = as_layers(model, batch), gpt2(seed=5)[0]
+    layers.load_state_dict(other.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    average = AveragedModel(layers)
+    assert "module.transformer.h.0.ln_1.weight" in average.state_dict()
+    average.load_state_dict(average.state_dict())
+    gpt2(seed=6)[0].load_state_dict(layers.state_dict())
+    incomplete = {name: x for name, x in model.state_dict().items() if "ln_f" not in name}
+    with pytest.raises(RuntimeError, match=r"Missing key.*ln_f"):
+        layers.load_state_dict(incomplete)
+
+
+def test_unused_parameters_stay_without_gradients(net: Net, batch: Tensor) -> None:
+    layers = as_layers(net, batch)
+    layers(batch).sum().backward()
+    assert net.unused.weight.grad is None
+    assert net.offset.grad is not None
+    assert "unused.weight" in layers.state_dict()
+
+
+def test_the_wrapped_model_takes_keywords_and_converts_by_itself() -> None:
+    model, batch = make_model("gpt2"), make_batches("gpt2", 1)[0][0]
+    expected = copy.deepcopy(model)(**batch).logits
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = HybridParallel(model, optimizer, num_stages=3, example_inputs=batch)
+    assert len(wrapped.balance) == 3
+    assert torch.equal(wrapped(**batch).logits, expected)
+    assert torch.equal(wrapped(dict(reversed(batch.items()))).logits, expected)
+    assert list(wrapped.state_dict()) == list(model.state_dict())
+
+
+def test_cuts_are_where_the_user_says(net: Net, batch: Tensor) -> None:
+    layers = as_layers(net, batch, cut_at=["blocks.2"])
+    assert [name for name, _ in layers.named_children()] == ["0:first", "1:blocks/2", "2:last"]
+    assert len(as_layers(net, batch, cut_at=["blocks"])) == 5
+    rows = layers.describe().splitlines()
+    assert rows[0].split() == ["layer", "modules", "operations", "carries", "bytes", "parameters"]
+    assert rows[1].startswith("0:first     blocks.0, blocks.1")
+    with pytest.raises(ConfigurationError, match=r"no module 'block'; it has 'blocks'"):
+        as_layers(net, batch, cut_at=["block"])
+    with pytest.raises(ConfigurationError, match="does not call module 'unused'"):
+        as_layers(net, batch, cut_at=["unused"])
+    with pytest.raises(ConfigurationError, match=r"'blocks\.1\.0' is in 'blocks\.1'"):
+        as_layers(net, batch, cut_at=["blocks.1", "blocks.1.0"])
+    with pytest.raises(ConfigurationError, match="sliced"):
+        layers[1:]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_between_blocks_follows_the_mode(net: Net, batch: Tensor, training: bool) -> None:
+    layers = as_layers(net, batch)
+    layers.train(training)
+    assert net.training == training
+    torch.manual_seed(3)
+    expected = net(batch)
+    torch.manual_seed(3)
+    assert torch.equal(layers(batch), expected)
+
+
+def test_a_changed_setting_is_refused(net: Net, batch: Tensor) -> None:
+    layers = as_layers(net, batch)
+    net.temperature = 3.0
+    with pytest.raises(ConfigurationError, match=r"temperature of the Net is 3\.0 and was 2\.0"):
+        layers(batch)
+    net.temperature = 2.0
+    net.eval()
+    with pytest.raises(ConfigurationError, match=r"another mode .* call train\(\) of the wrapped"):
+        layers(batch)
+
+
+def test_a_copy_is_independent(net: Net, batch: Tensor) -> None:
+    layers = as_layers(net, batch).eval()
+    copied = copy.deepcopy(layers)
+    copied.train()
+    net.temperature = 3.0
+    assert copied(batch).shape == batch.shape
+    assert not net.training
+
+
+def test_the_dtype_is_that_of_the_conversion(net: Net, batch: Tensor) -> None:
+    with pytest.raises(ConfigurationError, match="change the model's dtype, then convert"):
+        as_layers(net, batch).float()
+
+
+def test_batches_of_another_form_are_refused() -> None:
+    model, batch = gpt2()
+    layers = as_layers(model, batch)
+    longer = {name: x.repeat(1, 2) for name, x in batch.items()}
+    assert torch.equal(layers(longer).logits, model(**longer).logits)
+    with pytest.raises(ConfigurationError, match=r"entries \['input_ids'\], and example_inputs"):
+        layers({"input_ids": batch["input_ids"]})
+    with pytest.raises(ConfigurationError, match=r"dtype torch\.int32"):
+        layers({name: x.int() for name, x in batch.items()})
+    ragged = {**batch, "attention_mask": batch["attention_mask"][:, 1:]}
+    with pytest.raises(
+        ConfigurationError, match=r"shape \(6, 7\).* recorded for \[batch, length\]"
+    ):
+        layers(ragged)
+    with pytest.raises(ConfigurationError, match="pass the labels as targets"):
+        as_layers(model, {**batch, "labels": batch["input_ids"]})
+
+
+def test_errors_of_the_model_are_its_own(net: Net) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        as_layers(net, torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_hooks_on_modules_around_blocks_are_refused(net: Net, batch: Tensor) -> None:
+    net.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="has hooks, which would never be called"):
+        as_layers(net, batch)
+
+
+def test_nothing_changes_but_the_result(net: Net, batch: Tensor) -> None:
+    """Random numbers, modes, buffers and gradients are as before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    net.blocks.append(model)  # type: ignore[arg-type]  # a block like the others
+    state, buffers = torch.get_rng_state(), [x.clone() for x in net.buffers()]
+    as_layers(net, batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, other) for one, other in zip(net.buffers(), buffers, strict=True))
+    assert net.training
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert nn.Module.__call__ is type(net).__call__
+
+
+# torch.compile reads the gradients of a layer's inputs, in the plain model as well.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_can_be_compiled() -> None:
+    model, batch = gpt2()
+    layers = as_layers(model, batch)
+    for number, layer in enumerate(layers):
+        layer.compile(backend="aot_eager", fullgraph=number > 0)
+    found = layers(batch).logits
+    torch.testing.assert_close(found, model(**batch).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_is_followed() -> None:
+    model, batch = make_model("llama").float(), make_batches("llama", 1)[0][0]
+    layers = as_layers(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layers(batch).logits, model(**batch).logits)
+    assert torch.equal(layers(batch).logits, model(**batch).logits)
+
+
+def test_resized_embeddings_frozen_bases_and_own_checkpointing() -> None:
+    model, batch = make_model("llama"), make_batches("llama", 1)[0][0]
+    model.resize_token_embeddings(64)
+    model.activation_checkpointing_enable()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "q_proj" in name
+    expected = copy.deepcopy(model)
+    layers = as_layers(model, batch)
+    targets = make_batches("llama", 1)[0][1]
+    loss_of(layers(batch), targets).backward()
+    loss_of(expected(**batch), targets).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == ("q_proj" not in name)
+        if mine.grad is not None and theirs.grad is not None:
+            assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_trained_model_is_saved_and_generates(tmp_path: Any) -> None:
+    model, batch = make_model("gpt2"), make_batches("gpt2", 1)[0][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = HybridParallel(model, optimizer, num_stages=2, example_inputs=batch)
+    wrapped.train_step(batch, make_batches("gpt2", 1)[0][1], loss_of)
+    optimizer.step()
+    wrapped.eval()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(loaded.eval()(**batch).logits, wrapped(**batch).logits)
+    prompt = batch["input_ids"][:1, :3]
+    words = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert torch.equal(words, loaded.generate(prompt, max_new_tokens=3, do_sample=False))
