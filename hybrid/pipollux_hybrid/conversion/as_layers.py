@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.pipeline.microbatch import map_tensors
+from pipollux_hybrid.pipeline.samples import plain_batch
 
 from . import unify, verify
 from .blocks import choose_blocks, opened_by
@@ -69,15 +71,17 @@ def as_layers(
             line, and the remedy.
     """
     _check_model(model, example_inputs)
-    calls = _calls(model, example_inputs)
+    device = _device(model)
+    example_inputs = map_tensors(lambda tensor: tensor.to(device), plain_batch(example_inputs))
+    blocks = choose_blocks(model, _calls(model, example_inputs), cut_at)
     failure: ConfigurationError | None = None
     for lengths_vary in (True, False):
         inputs = Inputs(example_inputs, lengths_vary=lengths_vary)
         if lengths_vary and len(inputs.dimensions) == 1:
             continue
         try:
-            return _converted(model, inputs, choose_blocks(model, calls, cut_at), check=verify)
-        except (UnrecordableError, ValueError, RuntimeError, IndexError) as error:
+            return _converted(model, inputs, blocks, check=verify)
+        except Exception as error:  # sizes that the model does not take raise any
             failure = failure or _as_error(model, error)
             if not lengths_vary:
                 raise _as_error(model, error) from error
