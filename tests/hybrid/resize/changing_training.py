@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
+from torch.utils.data import StackDataset, TensorDataset
 
 import pipollux
 from pipollux_hybrid.job.context import context
@@ -54,6 +54,9 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
             loader = pipollux.AdaptiveDataLoader(numbers, 8, shuffle=True)
             loader.autoscale_batch_size(8, (4, 8))
             return loader
+        case "per-stage":
+            pairs = StackDataset(torch.arange(SIZE), torch.arange(SIZE))
+            return pipollux.AdaptiveDataLoader(pairs, 7, shuffle=True, load_per_stage=True)
         case "stream":
             return pipollux.AdaptiveDataLoader(Stream(), 7)
         case "text":
@@ -231,9 +234,10 @@ def main() -> None:
         for batch in loader:
             hold(metrics.step)
             meet_at(metrics.step, changes)
-            numbers = batch[-1]
+            inputs, targets = batch if kind == "per-stage" else (batch[-1], batch[-1])
+            numbers = inputs if stage == 0 else targets
             optimizer.zero_grad()
-            model.train_step(numbers, numbers % 3, loss_of)
+            model.train_step(inputs, targets % 3, loss_of)
             if "CLIPS" in os.environ:
                 model.clip_grad_norm_(0.1)
             optimizer.step()

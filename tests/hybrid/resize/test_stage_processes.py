@@ -78,6 +78,7 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
         "2 to 3, interleaved, tied, indices, 2",
         "2 to 3, 1f1b, skips, accumulation, 2",
         "1 to 2, gpipe, drifting, accumulation, 2",
+        "2 to 3, 1f1b, plain, per-stage, 1",
     ],
 )
 def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
