@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +62,14 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
         case "text":
             return pipollux.AdaptiveBPTTIterator(torch.arange(-1, SIZE), 7, bptt_len=2)
     raise ValueError(kind)
+
+
+def parts_of(batch: Sequence[Tensor], kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs and what targets are made of, and which of them this process has."""
+    if kind != "per-stage":
+        return batch[-1], batch[-1], batch[-1]
+    inputs, targets = batch
+    return inputs, targets, inputs if context().env.stage == 0 else targets
 
 
 def meet_at(step: int, changes: set[int]) -> None:
@@ -234,8 +242,7 @@ def main() -> None:
         for batch in loader:
             hold(metrics.step)
             meet_at(metrics.step, changes)
-            inputs, targets = batch if kind == "per-stage" else (batch[-1], batch[-1])
-            numbers = inputs if stage == 0 else targets
+            inputs, targets, numbers = parts_of(batch, kind)
             optimizer.zero_grad()
             model.train_step(inputs, targets % 3, loss_of)
             if "CLIPS" in os.environ:

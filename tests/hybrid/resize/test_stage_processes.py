@@ -32,8 +32,9 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
 
 
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
-    """With both of its processes; every sample is taken once. A skip connection goes over both."""
-    job = make_job(CHANGES="5,9", LAYERS="skips", **{**STAGES, "EPOCHS": "1"})
+    """With both processes, each of which loads its part. A skip connection goes over both."""
+    settings = {"DATA": "per-stage", "LAYERS": "skips", **STAGES, "EPOCHS": "1"}
+    job = make_job(CHANGES="5,9", **settings)
     job.begin(1)
     job.wait_until_at(5)
     job.add_stages()
