@@ -150,7 +150,7 @@ class ReplicaCalls:
         if len(set(sizes)) > 1:
             found = " (" + ", ".join(f"stage {k}: {size}" for k, size in enumerate(sizes)) + ")"
         changed = ""
-        if "targets" in differing:
+        if "targets" in differing and call.name.startswith("model."):
             changed = "; a loss_fn that changes targets in place has to clone them first"
         return (
             f"the processes of replica {self._replica} were given different {names} in "
@@ -158,7 +158,8 @@ class ReplicaCalls:
             "so every process of a replica must load the same batches: use "
             "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "
             "the process's rank, as in DistributedSampler(dataset, pipollux.num_replicas(), "
-            f"pipollux.replica_rank()){changed}"
+            "pipollux.replica_rank()), and list samples in the same order in every process, as by "
+            f"sorted(os.listdir(…)){changed}"
         )
 
 
