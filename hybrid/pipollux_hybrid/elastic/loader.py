@@ -200,8 +200,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
                 fetching.append(part)  # workers prefetch some batches, which arrive in order
                 yield part.indices
 
-        part = None if self._stages is None else self._stages.part
-        self._lists.source = lists() if part is None else self._stages.requests(lists())
+        self._lists.source = lists() if self._stages is None else self._stages.requests(lists())
         for batch in self._loaded():
             yield fetching.popleft(), batch
 

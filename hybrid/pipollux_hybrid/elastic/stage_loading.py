@@ -137,7 +137,10 @@ class StageLoading:
         self._has_compared = self._halves is None
 
     def requests(self, lists: Iterable[Sequence[int]]) -> Iterator[Any]:
-        """Yield what :attr:`part` is asked for, of lists of indices."""
+        """Yield what the data set is asked for, of lists of indices."""
+        if self.part is None:
+            yield from lists
+            return
         compares = not self._has_compared
         for indices in lists:
             yield Request(indices, indices[:COMPARED] if compares else ())

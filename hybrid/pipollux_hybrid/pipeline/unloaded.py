@@ -31,15 +31,17 @@ class Unloaded(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device) -> Unloaded:
         """Return one of the size and type of a tensor, as if it was on a device."""
-        options = {"dtype": like.dtype, "device": device}
-        if like.layout is torch.strided:
-            options["strides"] = like.stride()
-        made: Unloaded = Tensor._make_wrapper_subclass(cls, like.size(), **options)
+        strides = like.stride() if like.layout is torch.strided else None
+        made: Unloaded = Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=strides, dtype=like.dtype, device=device
+        )
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # All is done in __torch_dispatch__; torch annotates both with the types of its placeholders.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, **_: Any) -> str:
+    # mypy drops the names of arguments of such methods.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return shape and dtype."""
         return f"tensor(loaded by another stage, size={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -56,7 +58,7 @@ class Unloaded(Tensor):
         raise refusal("numpy()")
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # see above
         cls,
         function: Any,
         _types: Sequence[type],
