@@ -18,11 +18,12 @@ from torch.utils.data import TensorDataset
 
 import pipollux
 from pipollux_hybrid.job import context as contexts
+from tests.hybrid.models import assert_close, state_of
 from tests.hybrid.stage_processes.training import run_stages
 
 PAGES = {
     "howto/train": 5,
-    "howto/data": 2,
+    "howto/data": 3,
     "howto/losses": 2,
     "howto/checkpoints": 2,
     "howto/batch-size": 2,
@@ -88,6 +89,7 @@ def names_for(block: str) -> dict[str, Any]:
         "AveragedModel": AveragedModel,
         "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
         "inputs": inputs,
+        "targets": targets,
         "dataset": TensorDataset(inputs, targets),
         "module": module,
         "optimizer": optimizer,
@@ -204,20 +206,24 @@ def test_a_layer_may_combine_its_buffers(repository: Path) -> None:
     assert isinstance(names["CountingLayer"](), pipollux.CombinesBuffers)
 
 
-def run_processes(block: str) -> tuple[int, list[str]]:
+def run_processes(block: str) -> tuple[int, dict[str, Tensor]]:
     """Run the block in one of a replica's processes; its steps, and the parameters that it has."""
     contexts.reset()
     names = names_for(block)
     exec(compile(block, "docs/howto/multi-process.md", "exec"), names)  # noqa: S102  # our own page
     state = names["optimizer"].state[next(names["module"].parameters())]
-    return int(state["step"]), [name for name, _ in names["module"].named_parameters()]
+    return int(state["step"]), state_of(names["module"])
 
 
-def test_each_stage_has_a_process(repository: Path) -> None:
+def test_each_stage_has_a_process_and_may_load_its_part(repository: Path) -> None:
     (block,) = blocks(repository, "howto/multi-process")
+    (loads_part,) = (x for x in blocks(repository, "howto/data") if "load_per_stage" in x)
+    (made,) = (line for line in block.splitlines(keepends=True) if line.startswith("loader ="))
     ((first, last),) = run_stages(run_processes, 1, 2, block)
     assert first[0] == last[0] == 12
-    assert sorted(first[1] + last[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert sorted([*first[1], *last[1]]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    ((other, another),) = run_stages(run_processes, 1, 2, block.replace(made, loads_part))
+    assert_close(other[1] | another[1], first[1] | last[1], 0.0)
 
 
 def train_gpt2(block: str, folder: Path) -> list[float]:

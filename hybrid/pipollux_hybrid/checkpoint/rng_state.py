@@ -146,10 +146,18 @@ def draw_alike(ctx: JobContext) -> None:
     """
     if ctx.mesh is None:
         return
-    ours = _read([])
-    content = ctx.mesh.gather_from_stages(torch.cat(ours).numpy().tobytes())[0]
-    first = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    for index, state in enumerate(first.split([len(state) for state in ours])):
+    set_host_generators(ctx.mesh.gather_from_stages(host_generators())[0])
+
+
+def host_generators() -> bytes:
+    """Return the states of the generators of the CPU: torch's, Python's, numpy's."""
+    return torch.cat(_read([])).numpy().tobytes()
+
+
+def set_host_generators(content: bytes) -> None:
+    """Set the states of the generators of the CPU to those of another process."""
+    states = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    for index, state in enumerate(states.split([len(state) for state in _read([])])):
         _write(index, state, [])
 
 

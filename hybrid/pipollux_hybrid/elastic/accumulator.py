@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext, context
+from pipollux_hybrid.pipeline.unloaded import is_loaded, refusal
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 
 from .accumulator_values import Key, PendingSum, Summable, add, check_key, checked, on_cpu
@@ -55,20 +56,22 @@ class AccumulatorState(State):
     def sync(self) -> None:
         """Add the pending amounts of all replicas to the totals."""
         ctx = self._context
-        mine = (_copy(self.pending), zlib.crc32(_bytes(self.totals)), self.changes)
+        known = {key: amount for key, amount in self.pending.items() if is_loaded(amount)}
+        unknown = sorted(self.pending.keys() - known.keys(), key=str)
+        mine = (_copy(known), unknown, zlib.crc32(_bytes(self.totals)), self.changes)
         everyone = [_read(content) for content in ctx.control.gather_bytes(_bytes(mine), SYNC)]
-        if len({checksum for _, checksum, _ in everyone}) > 1:
+        if len({sent.checksum for sent in everyone}) > 1:
             raise SynchronizationError(
                 "the totals of an Accumulator differ between replicas: inside synchronized() every "
                 "replica must make the same changes, so move what depends on the rank out of it"
             )
         self.pending = {}
         self._changes_to_save = dict(self.changes_before)
-        # The processes of a replica add the same.
-        for updates, _, changes in everyone[:: ctx.env.processes_per_replica]:
-            for key, amount in updates.items():
+        processes = ctx.env.processes_per_replica
+        for first in range(0, len(everyone), processes):
+            for key, amount in _amounts(everyone[first : first + processes]).items():
                 self.totals[key] = add(key, self.totals.get(key, 0), amount)
-            for phase, count in changes.items():
+            for phase, count in everyone[first].changes.items():
                 most = max(self._changes_to_save.get(phase, 0), count)
                 self._changes_to_save[phase] = most
 
@@ -313,6 +316,27 @@ def _bytes(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _read(content: bytes) -> tuple[Summables, int, dict[str, int]]:
-    updates, checksum, changes = torch.load(io.BytesIO(content), weights_only=True)
-    return updates, checksum, changes
+class _Sent(NamedTuple):
+    """The contribution of a process to the totals."""
+
+    amounts: Summables
+    unknown: list[Key]
+    """Keys whose amounts depend on a part of a batch that another stage has loaded."""
+    checksum: int
+    changes: dict[str, int]
+
+
+def _read(content: bytes) -> _Sent:
+    return _Sent(*torch.load(io.BytesIO(content), weights_only=True))
+
+
+def _amounts(stages: Sequence[_Sent]) -> Summables:
+    """Return the amounts of a replica: its processes add the same, as far as they know it."""
+    first, *others = stages
+    found = dict(first.amounts)
+    for key in first.unknown:
+        known = [stage.amounts[key] for stage in others if key in stage.amounts]
+        if not known:
+            raise refusal(f"the amount of accumulator[{key!r}]")
+        found[key] = known[0]
+    return found

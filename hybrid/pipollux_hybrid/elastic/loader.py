@@ -7,21 +7,23 @@ replica reads the same stream (:mod:`~pipollux_hybrid.elastic.stream`).
 from __future__ import annotations
 
 import ctypes
+import itertools
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import FrameType
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_whole
+from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_whole, switch
 from pipollux_hybrid.job.batch import BatchSlice, num_parts
 
 from .loop import ElasticLoop
 from .sampler import ElasticSampler
+from .stage_loading import PairCollate, StageLoading
 from .stream import PartCollate, SampleStream
 from .stream_check import StreamCheck, content_of
 
@@ -51,6 +53,7 @@ LOADER = {
         lambda value: value is None or isinstance(value, bool), "True or False is needed"
     ),
     "seed": Allowed(is_whole, "a whole number, the same on all replicas, is needed"),
+    "load_per_stage": switch(),
 }
 
 
@@ -81,9 +84,14 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             one.
         shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
         seed: Seed of these orders; the same on all replicas.
+        load_per_stage: Whether each process of a multi-process pipeline loads only what its stage
+            needs: the first one the inputs, the last one the targets if the data set is a
+            ``StackDataset(inputs, targets)``, else both of them whole batches. Other tensors of the
+            batch have no values there, only their shape and dtype. Without effect elsewhere.
         **options: Passed to :class:`torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``,
             ``pin_memory``, …); ``sampler``, ``batch_sampler`` and ``drop_last`` are refused. An
-            iterable data set is read by at most one worker process.
+            iterable data set is read by at most one worker process. ``collate_fn`` may be a tuple
+            of two functions, for the inputs and the targets of samples that are pairs.
 
     Raises:
         ConfigurationError: An argument is out of range or does not suit the data set.
@@ -96,9 +104,14 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         shuffle: bool = False,
         *,
         seed: int = 0,
+        load_per_stage: bool = False,
         **options: Any,
     ) -> None:
-        check_values(LOADER, {"dataset": dataset, "shuffle": shuffle, "seed": seed})
+        given = {"dataset": dataset, "shuffle": shuffle, "seed": seed}
+        check_values(LOADER, {**given, "load_per_stage": load_per_stage})
+        if isinstance(options.get("collate_fn"), tuple):
+            options["collate_fn"] = PairCollate(options["collate_fn"])
+        self._per_stage = load_per_stage
         shuffle = bool(shuffle)
         _check_options(options)
         streams = isinstance(dataset, IterableDataset)
@@ -126,11 +139,17 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         options = {"generator": generator, **options}
         self._worker_start = WorkerStart(options.get("worker_init_fn"))
         options["worker_init_fn"] = self._worker_start
+        self._stages: StageLoading | None = None
+        if load_per_stage and self._context.mesh is not None:
+            self._stages = StageLoading(self._context.mesh, dataset, options.get("collate_fn"))
+        source: Any = dataset
+        if self._stages is not None and self._stages.part is not None:
+            source, options["collate_fn"] = self._stages.part, _unchanged
         if self._stream is not None:
             options["collate_fn"] = PartCollate(options.get("collate_fn") or default_collate)
             self._batches: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **options)
         else:
-            self._batches = DataLoader(dataset, batch_sampler=cast("Any", self._lists), **options)
+            self._batches = DataLoader(source, batch_sampler=cast("Any", self._lists), **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIXED and self.__dict__.get("_batches") is not None:
@@ -161,7 +180,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
     def _read(self) -> Iterator[tuple[BatchSlice, T]]:
         check = self._context.component(StreamCheck)
-        for part, marks, batch in self._batches:
+        for part, marks, batch in self._loaded():
             check.note(marks)
             yield part, batch
 
@@ -170,7 +189,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         made = self.__dict__.get("_batches") is not None
         content = content_of(self.dataset) if made and self._stream is None else None
         known = "" if content is None else f", of content {content:08x}"
-        return f"{super()._description()}{known}"
+        loads = ", load_per_stage=True" if self._per_stage else ""
+        return f"{super()._description()}{known}{loads}"
 
     def _fetch(self) -> Iterator[tuple[BatchSlice, T]]:
         fetching: deque[BatchSlice] = deque()
@@ -180,9 +200,17 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
                 fetching.append(part)  # workers prefetch some batches, which arrive in order
                 yield part.indices
 
-        self._lists.source = lists()
-        for batch in self._batches:
+        self._lists.source = lists() if self._stages is None else self._stages.requests(lists())
+        for batch in self._loaded():
             yield fetching.popleft(), batch
+
+    def _loaded(self) -> Iterable[Any]:
+        """Return what the workers fetch; with values for this stage only, if it is so wanted."""
+        if self._stages is None:
+            return self._batches
+        if self._stages.loads:
+            return self._stages.shared(self._batches)
+        return self._stages.shared(self._lists if self._stream is None else itertools.repeat(None))
 
     def _parts(self) -> Iterator[BatchSlice]:
         assert self._sampler is not None  # noqa: S101  # only streams have none
@@ -233,6 +261,10 @@ def _check_stream_options(shuffle: bool, options: dict[str, Any]) -> None:
             "persistent_workers=True with an iterable data set: its worker restarts with each "
             "epoch and batch size; leave the option out"
         )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class _Lists:

@@ -78,6 +78,12 @@ class ReplicaGroup:
     def all_gather_bytes(self, content: bytes, timeout: float | None = None) -> list[bytes]:
         """Return bytes of any length of every replica, in the order of ranks."""
         sizes = [int(size) for size in self.all_gather(torch.tensor([len(content)]), timeout)]
+        return self.all_gather_sized(content, sizes, timeout)
+
+    def all_gather_sized(
+        self, content: bytes, sizes: Sequence[int], timeout: float | None = None
+    ) -> list[bytes]:
+        """Return bytes of every replica, whose known lengths are ``sizes``, in order of ranks."""
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[
             :-1

@@ -67,6 +67,16 @@ class ReplicaCalls:
         call = _Call(_short(name), batch or BatchDigest(), number)
         return self._check(call, *self._send(call))
 
+    def gather(self, name: str, content: bytes, batch: BatchDigest | None = None) -> list[bytes]:
+        """Return bytes of each process of the replica, all of which make this call; arguments and
+        errors as in :meth:`meet`.
+        """
+        lengths = self.meet(name, batch, len(content))
+        try:
+            return self._group.all_gather_sized(content, [int(length) for length in lengths])
+        except RuntimeError as error:
+            raise self._missing(name, error) from error
+
     @contextmanager
     def meeting(self, name: str, batch: BatchDigest) -> Iterator[None]:
         """Check at the end of a call that all processes of the replica make it; errors as in
@@ -89,18 +99,18 @@ class ReplicaCalls:
         try:
             return self._group.start_all_gather(call.pack())
         except RuntimeError as error:
-            raise self._missing(call, error) from error
+            raise self._missing(call.name, error) from error
 
     def _check(self, call: _Call, work: Any, everyone: Sequence[torch.Tensor]) -> list[float]:
         try:
             self._group.wait(work)
         except RuntimeError as error:
-            raise self._missing(call, error) from error
+            raise self._missing(call.name, error) from error
         return self._compare(call, everyone)
 
-    def _missing(self, call: _Call, error: RuntimeError) -> SynchronizationError:
+    def _missing(self, name: str, error: RuntimeError) -> SynchronizationError:
         return broken_replica(
-            f"in {call.name}, which every process of the replica must call (if another one has "
+            f"in {name}, which every process of the replica must call (if another one has "
             "come to the end of its script, it did not)",
             error,
         )
@@ -140,7 +150,7 @@ class ReplicaCalls:
         if len(set(sizes)) > 1:
             found = " (" + ", ".join(f"stage {k}: {size}" for k, size in enumerate(sizes)) + ")"
         changed = ""
-        if "targets" in differing:
+        if "targets" in differing and call.name.startswith("model."):
             changed = "; a loss_fn that changes targets in place has to clone them first"
         return (
             f"the processes of replica {self._replica} were given different {names} in "
@@ -148,7 +158,8 @@ class ReplicaCalls:
             "so every process of a replica must load the same batches: use "
             "pipollux.AdaptiveDataLoader, or shard and seed by pipollux.replica_rank() and not by "
             "the process's rank, as in DistributedSampler(dataset, pipollux.num_replicas(), "
-            f"pipollux.replica_rank()){changed}"
+            "pipollux.replica_rank()), and list samples in the same order in every process, as by "
+            f"sorted(os.listdir(…)){changed}"
         )
 
 

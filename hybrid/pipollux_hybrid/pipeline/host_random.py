@@ -37,7 +37,7 @@ class HostGenerators:
         self._forwards += 1
         before = host_states()
         yield states
-        if not _equal(before, host_states()):
+        if not equal_states(before, host_states()):
             self._drawn = True
             states.append(before)
 
@@ -75,7 +75,8 @@ def _restore(states: Any) -> None:
     np.random.set_state(states[1])
 
 
-def _equal(first: Any, second: Any) -> bool:
+def equal_states(first: Any, second: Any) -> bool:
+    """Return whether two results of :func:`host_states` are equal."""
     (python, numpy), (other_python, other_numpy) = first, second
     if python != other_python or numpy.keys() != other_numpy.keys():
         return False

@@ -39,6 +39,7 @@ from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
 from .skip import connections_of
 from .stage_notes import StageNotes
+from .unloaded import Unloaded, refusal
 
 
 class _GPipe(ScheduleGPipe):
@@ -255,6 +256,8 @@ class ProcessEngine:
         return [layout.value(tensors) for layout, tensors in pairs]
 
     def _here(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Unloaded):
+            raise refusal(f"stage {self.index}")
         return tensor.detach().to(self.device, non_blocking=True)
 
     def _schedule(self, num_microbatches: int, *, trains: bool, forwards_first: bool) -> _Schedule:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipollux_hybrid.pipeline.unloaded import is_loaded
+
 from .replica_check import tensor_digest
 
 WHOLE = 8
@@ -34,7 +36,9 @@ class BatchDigests:
         self._calls += 1
 
     def digest(self, batch: Any) -> int:
-        """Return a 32-bit digest of the tensors of a PyTree; 0 if it was not read."""
+        """Return a 32-bit digest of the tensors of a PyTree; 0 if it was not read or loaded."""
+        if not is_loaded(batch):
+            return 0
         whole = self._calls < WHOLE
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

@@ -16,6 +16,7 @@ import torch
 
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
+from pipollux_hybrid.pipeline.unloaded import is_loaded
 
 
 class SameSamples:
@@ -33,7 +34,7 @@ class SameSamples:
 
     def note(self, batch: PyTree) -> None:
         """Record a batch that the model trains on."""
-        if not self._pending or self._context.batch.micro_step is not None:
+        if not self._pending or self._context.batch.micro_step is not None or not is_loaded(batch):
             return
         for tensor in tensors_of(batch):
             data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

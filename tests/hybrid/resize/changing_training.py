@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
+from torch.utils.data import StackDataset, TensorDataset
 
 import pipollux
 from pipollux_hybrid.job.context import context
@@ -54,11 +54,22 @@ def make_loader(kind: str) -> pipollux.AdaptiveDataLoader | pipollux.AdaptiveBPT
             loader = pipollux.AdaptiveDataLoader(numbers, 8, shuffle=True)
             loader.autoscale_batch_size(8, (4, 8))
             return loader
+        case "per-stage":
+            pairs = StackDataset(torch.arange(SIZE), torch.arange(SIZE))
+            return pipollux.AdaptiveDataLoader(pairs, 7, shuffle=True, load_per_stage=True)
         case "stream":
             return pipollux.AdaptiveDataLoader(Stream(), 7)
         case "text":
             return pipollux.AdaptiveBPTTIterator(torch.arange(-1, SIZE), 7, bptt_len=2)
     raise ValueError(kind)
+
+
+def parts_of(batch: Sequence[Tensor], kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs and what targets are made of, and which of them this process has."""
+    if kind != "per-stage":
+        return batch[-1], batch[-1], batch[-1]
+    inputs, targets = batch
+    return inputs, targets, inputs if context().env.stage == 0 else targets
 
 
 def meet_at(step: int, changes: set[int]) -> None:
@@ -252,9 +263,9 @@ def main() -> None:
         for batch in loader:
             hold(metrics.step)
             meet_at(metrics.step, changes)
-            numbers = batch[-1]
+            inputs, targets, numbers = parts_of(batch, kind)
             optimizer.zero_grad()
-            model.train_step(numbers, numbers % 3, loss_of)
+            model.train_step(inputs, targets % 3, loss_of)
             if "CLIPS" in os.environ:
                 model.clip_grad_norm_(0.1)
             optimizer.step()

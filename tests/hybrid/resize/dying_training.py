@@ -37,6 +37,7 @@ from tests.hybrid.resize.changing_training import (
     make_loader,
     make_module,
     meet_at,
+    parts_of,
 )
 from tests.hybrid.resize.nccl_stand_in import backend
 
@@ -201,6 +202,7 @@ def main() -> None:
     deaths.at_call(context().control, "ride", "exchange", "exchanged")
     if (mesh := context().mesh) is not None:
         deaths.at_call(mesh, "share", "share")
+        deaths.at_call(mesh.calls, "gather", "loading")
     optimizer.register_step_pre_hook(lambda *_: deaths.at("step"))
     if deaths.expected("forming"):
         threading.Thread(target=die_while_forming, daemon=True).start()
@@ -225,7 +227,8 @@ def main() -> None:
             meet_at(deaths.metrics.step, changes)
             if pipollux.num_replicas() == 1:
                 meet_at(deaths.metrics.step, alone)
-            numbers, begins = batch[-1], deaths.metrics.step
+            inputs, targets, numbers = parts_of(batch, kind)
+            begins = deaths.metrics.step
             if own is not None and deaths.rank == 2 and begins == 7:
                 dist.all_reduce(torch.zeros(1), group=own, async_op=True)  # and replica 0 does not
                 own = None  # torch has the last reference
@@ -235,7 +238,7 @@ def main() -> None:
             write(epoch=epoch, begins=begins, takes=counted.tolist())
             optimizer.zero_grad()
             if PROCESSES > 1:
-                model.train_step(numbers, numbers % 3, loss_of, grad_scaler=scaler)
+                model.train_step(inputs, targets % 3, loss_of, grad_scaler=scaler)
             else:
                 output = model(numbers)
                 deaths.at("forward")

@@ -72,6 +72,15 @@ def test_one_process_dies_and_every_sample_is_taken_once(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dies", ["0.0:7:loading", "1.1:7:loading", "0.1:7:pipeline"])
+def test_a_process_dies_where_each_stage_loads_its_part(make_job: MakeJob, dies: str) -> None:
+    job = run(make_job, 3, DATA="per-stage", DIES=dies)
+    changes = job.check_done()
+    assert [replicas for _, replicas in changes] == [3, 2], job.errors()
+    assert changes[1][0] in (8, 9)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dies",
     [

@@ -32,8 +32,9 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
 
 
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
-    """With both of its processes; every sample is taken once. A skip connection goes over both."""
-    job = make_job(CHANGES="5,9", LAYERS="skips", **{**STAGES, "EPOCHS": "1"})
+    """With both processes, each of which loads its part. A skip connection goes over both."""
+    settings = {"DATA": "per-stage", "LAYERS": "skips", **STAGES, "EPOCHS": "1"}
+    job = make_job(CHANGES="5,9", **settings)
     job.begin(1)
     job.wait_until_at(5)
     job.add_stages()
@@ -78,6 +79,7 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
         "2 to 3, interleaved, tied, indices, 2",
         "2 to 3, 1f1b, skips, accumulation, 2",
         "1 to 2, gpipe, drifting, accumulation, 2",
+        "2 to 3, 1f1b, plain, per-stage, 1",
     ],
 )
 def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
