@@ -15,7 +15,6 @@ targets must not draw any: they would be the same numbers as those of the inputs
 from __future__ import annotations
 
 import io
-import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -29,7 +28,9 @@ from pipollux_hybrid.checkpoint.rng_state import host_generators, set_host_gener
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.replica_calls import BatchDigest
+from pipollux_hybrid.pipeline import named_tuples
 from pipollux_hybrid.pipeline.host_random import equal_states, host_states, seeded
+from pipollux_hybrid.pipeline.microbatch import PLAIN
 from pipollux_hybrid.pipeline.samples import plain_batch
 from pipollux_hybrid.pipeline.unloaded import Unloaded
 from pipollux_hybrid.sync.batch_digest import digest_of
@@ -161,9 +162,9 @@ class StageLoading:
             item = item.batch
         content = b""
         if self._mesh.stage == 0:
-            content = _without_values((item, host_generators() if _have_drawn(before) else None))
+            content = _without_values(item, host_generators() if _have_drawn(before) else None)
         elif self._is_last and self._halves is not None:
-            content = _without_values((item, None))
+            content = _without_values(item)
         found = self._mesh.calls.gather(CALL, content, digest)
         self._has_compared = True
         first, generators = _read(found[0])
@@ -196,38 +197,63 @@ def _collates_of(collate: Collate | None) -> Sequence[Collate] | None:
     return (default_collate, default_collate) if collate in (None, default_collate) else None
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors without their values."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            strides = value.stride() if value.layout is torch.strided else None
-            return _unloaded, (tuple(value.shape), strides, value.dtype, value.device)
-        return NotImplemented
-
-
-def _unloaded(
-    size: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    like = torch.empty(size, dtype=dtype, device="meta")
-    return Unloaded(like if strides is None else like.as_strided(size, strides), device)
-
-
-def _without_values(item: Any) -> bytes:
-    file = io.BytesIO()
+def _without_values(item: Any, generators: bytes | None = None) -> bytes:
+    """Return a message with all of a batch but the values of its tensors."""
+    leaves, structure = pytree.tree_flatten(item)
     try:
-        _Pickler(file).dump(item)
-    except Exception as error:  # classes of the script may raise anything
+        named = named_tuples.names_of(structure, "a batch")
+        content = {
+            "named": named,
+            "structure": pytree.treespec_dumps(structure),
+            "leaves": [_layout(leaf) for leaf in leaves],
+            "generators": generators,
+        }
+    except (ConfigurationError, NotImplementedError, TypeError) as error:
         raise ConfigurationError(
             "load_per_stage=True sends all of a batch but the values of its tensors to the other "
-            f"stages, which failed ({type(error).__name__}: {error}): have collate_fn return "
-            "tuples, lists and dicts of tensors and plain values"
+            f"stages, which failed ({error}): have collate_fn return tuples, lists and dicts of "
+            "tensors and plain values"
         ) from error
+    file = io.BytesIO()
+    torch.save(content, file)
     return file.getvalue()
 
 
-def _read(content: bytes) -> Any:
-    return pickle.loads(content)  # noqa: S301  # from another process of this replica
+def _layout(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else None
+        return {"tensor": (tuple(leaf.shape), strides, leaf.dtype, str(leaf.device))}
+    if isinstance(leaf, range):
+        return {"range": (leaf.start, leaf.stop, leaf.step)}
+    if leaf is None or isinstance(leaf, PLAIN):
+        return leaf
+    raise TypeError(f"it holds a {type(leaf).__name__}")
+
+
+def _read(message: bytes) -> tuple[Any, bytes | None]:
+    """Return the batch of a message, with unloaded tensors, and the generators."""
+    content = torch.load(io.BytesIO(message), weights_only=True)
+    named_tuples.register(content["named"])
+    structure = pytree.treespec_loads(content["structure"])
+    leaves = [_leaf(layout) for layout in content["leaves"]]
+    return pytree.tree_unflatten(leaves, structure), content["generators"]
+
+
+def _leaf(layout: Any) -> Any:
+    match layout:
+        case {"tensor": given}:
+            return _unloaded(*given)
+        case {"range": given}:
+            return range(*given)
+    return layout
+
+
+def _unloaded(
+    size: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: str
+) -> Tensor:
+    like = torch.empty(size, dtype=dtype, device="meta")
+    made = like if strides is None else like.as_strided(size, strides)
+    return Unloaded(made, torch.device(device))
 
 
 def _generators() -> Any:

@@ -125,6 +125,7 @@ for _kind in (Whole, PerSample):
         _kind,
         _flatten,
         partial(_unflatten, _kind),
+        serialized_type_name=f"pipollux.{_kind.__name__}",
         flatten_with_keys_fn=_flatten_with_keys,
     )
 
