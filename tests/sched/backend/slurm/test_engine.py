@@ -149,8 +149,8 @@ def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
     orphan = ReplicaKey("orphan", 1, 0)
     # The step of one whose srun died with the scheduler's machine runs on.
     # (All at once: a second process of srun would end the step for want of the first.)
-    runner = json.loads((state_dir.attempt("orphan", 1) / "replica-0.srun").read_text())
-    os.killpg(runner["pid"], signal.SIGKILL)
+    srun = json.loads((state_dir.attempt("orphan", 1) / "replica-0.json").read_text())
+    os.killpg(srun["pid"], signal.SIGKILL)
     files = ReplicaFiles(state_dir.attempt("short", 1) / "replica-0")
     until(lambda: files.read_exit() is not None)
     engine = make_engine(OwnAllocation(pool))
