@@ -238,22 +238,26 @@ class Command:
     def __init__(self, *signals: int) -> None:
         self.asked = False
         """Whether it was asked to stop, maybe before it was started."""
+        self._terminated = False
         self._process: subprocess.Popen[bytes] | None = None
         for number in signals:
             signal.signal(number, lambda *_: self.stop())
 
     def stop(self) -> None:
         """Ask it to stop."""
-        if not self.asked and self._process is not None:
-            self._process.terminate()
         self.asked = True
+        if self._process is not None:
+            # Another signal may interrupt this handler, but only at a call.
+            before, self._terminated = self._terminated, True
+            if not before:
+                self._process.terminate()
 
     def start(self, words: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start it."""
-        self._process = subprocess.Popen(words, **options)
+        process = self._process = subprocess.Popen(words, **options)
         if self.asked:
-            self._process.terminate()
-        return self._process
+            self.stop()
+        return process
 
     def start_logged(
         self, words: list[str], log: RotatingLog, **options: Any

@@ -92,6 +92,31 @@ def test_a_stop_reaches_the_command_once(tmp_path: Path, numbers: list[signal.Si
     assert left_code(base) == 7
 
 
+INTERRUPTED = """
+import signal, subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import supervisor
+times = []
+class Process(subprocess.Popen):
+    def terminate(self):
+        signal.raise_signal(signal.SIGUSR1)
+        times.append(1)
+        super().terminate()
+subprocess.Popen = Process
+command = supervisor.Command(signal.SIGTERM, signal.SIGUSR1)
+process = command.start(["sleep", "600"])
+signal.raise_signal(signal.SIGTERM)
+process.wait()
+print(len(times))
+"""
+
+
+def test_a_stop_that_another_interrupts_is_passed_on_once() -> None:
+    folder = os.path.dirname(supervisor.__file__)
+    call = [sys.executable, "-I", "-S", "-c", INTERRUPTED, folder]
+    assert subprocess.run(call, capture_output=True, text=True, check=True).stdout == "1\n"
+
+
 def test_a_file_says_the_same_as_a_signal(tmp_path: Path) -> None:
     base = tmp_path / "gen" / "replica-0"
     with step(base, COUNTS_SIGNALS) as process:
