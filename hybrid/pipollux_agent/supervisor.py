@@ -392,9 +392,7 @@ def kill_step(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--step":
-        del sys.argv[1]
-        main = run_step
-    else:
-        main = run
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    in_step = sys.argv[1] == "--step"
+    path, log, limit, *command = sys.argv[1 + in_step :]
+    main = run_step if in_step else run
+    sys.exit(main(Path(path), Path(log), int(limit), command))

@@ -124,7 +124,7 @@ from tests.sched.backends import assignments
 engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
 start(engine, "long", "n1")
 start(engine, "short", "n2", "--steps=40")
-start(engine, "orphan", "n3")
+start(engine, "orphan", "n3", "--prints")
 until(lambda: not any(x.waiting for x in engine.listing().replicas.values()))
 print("started", flush=True)
 until(lambda: False)
@@ -151,6 +151,8 @@ def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
     # (All at once: a second process of srun would end the step for want of the first.)
     srun = json.loads((state_dir.attempt("orphan", 1) / "replica-0.json").read_text())
     os.killpg(srun["pid"], signal.SIGKILL)
+    before = log(state_dir, orphan)
+    until(lambda: len(log(state_dir, orphan)) > len(before) + 1000)  # beyond any pipe's rest
     files = ReplicaFiles(state_dir.attempt("short", 1) / "replica-0")
     until(lambda: files.read_exit() is not None)
     engine = make_engine(OwnAllocation(pool))
