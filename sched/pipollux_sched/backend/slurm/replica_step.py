@@ -95,7 +95,7 @@ class ReplicaStep:
     ) -> ReplicaStep:
         """Start its srun; the record is written first, so that no step is without one.
 
-        If the scheduler is killed before the process is recorded, the next one ends the step as
+        If the scheduler is killed before the process is recorded, the next one may end the step as
         `GONE`. OSError: it cannot be started; ValueError: an argument contains an invalid
         character.
         """
@@ -141,8 +141,7 @@ class ReplicaStep:
         if self.ended is not None:
             return ReplicaState(handle, ended=self.ended)
         self._seen = self._seen or step is not None
-        waiting = "" if self._seen else "Slurm has not yet begun its step."
-        return ReplicaState(handle, waiting=waiting)
+        return ReplicaState(handle, waiting="" if self._seen else self._waiting())
 
     @property
     def unsettled(self) -> bool:
@@ -179,6 +178,11 @@ class ReplicaStep:
             with suppress(OSError):  # the caller repeats the signal
                 self._files.write_signal(self._told)
                 self._written = self._told
+
+    def _waiting(self) -> str:
+        messages = slurm_messages(self._files.srun)
+        said = f" It says: {messages[-1]}" if messages else ""
+        return f"Slurm has not yet begun its step.{said}"
 
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
         runs = self._srun.runs

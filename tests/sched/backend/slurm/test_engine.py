@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_a_job_that_fits_nowhere_is_refused_in_the_words_of_slurm(
     assert "srun: error: " in log(state_dir, key)
     with pytest.raises(ClusterUnavailableError, match="no allocation of Slurm's has node n9"):
         start(engine, "other", "n9")
+
+
+def test_why_a_step_does_not_begin_is_told_in_the_words_of_slurm(
+    engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    first = start(engine, "first", "n1", stages=4)
+    runs(engine, state_dir, first)
+    second = start(engine, "second", "n1")
+    waiting = "Slurm has not yet begun its step. It says: srun: Job .*step creation"
+    until(lambda: re.match(waiting, state(engine, second).waiting))
+    engine.signal(first, Signal.STOP)
+    runs(engine, state_dir, second)
 
 
 def test_no_command_shows_what_is_secret(
