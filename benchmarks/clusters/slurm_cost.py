@@ -86,7 +86,7 @@ class SleeperWorld(SlurmWorld):
         return time.monotonic() - begun, cpu
 
     def replica_mib(self, replicas: int) -> float:
-        """Return the memory of a replica on the scheduler's machine: its srun and its runner.
+        """Return the memory of a replica on the scheduler's machine: its srun.
         Memory shared by processes is divided among them.
         """
         assert self._server is not None

@@ -17,7 +17,7 @@ from statistics import median
 
 from pipollux_agent import supervisor
 from pipollux_sched.backend.base import ReplicaKey
-from pipollux_sched.backend.replica.replica_process import ReplicaProcess
+from pipollux_sched.backend.replica.replica_process import SessionProcess
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.record import ReplicaFiles, ReplicaRecord, step_name
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
@@ -84,7 +84,7 @@ def listings(num_steps: int) -> None:
             show("listing(), replicas of an earlier scheduler", there.listing)
             with subprocess.Popen(["sleep", "1000"]) as started:
                 for step in there._replicas.values():
-                    step._process = ReplicaProcess(folder, started)
+                    step._srun = SessionProcess(started.pid, None, started)
                 show("listing(), replicas of this one", there.listing)
                 show("listing(), and the snapshot is new", lambda: _look_anew(there))
                 show("nodes()", there.nodes)
@@ -129,9 +129,9 @@ def _record(state_dir: StateDir, key: ReplicaKey, place: int) -> None:
     """Store a replica as the scheduler does; its srun is this process."""
     files = ReplicaFiles.of(state_dir, key)
     files.base.parent.mkdir(parents=True, exist_ok=True)
-    ReplicaRecord(pool=place // SLOTS, node=f"node-{place // SLOTS:04d}").write(files)
-    own = {"pid": os.getpid(), "birth": supervisor.birth(os.getpid())}
-    supervisor.write_status(files.srun, own)
+    own = os.getpid()
+    node = f"node-{place // SLOTS:04d}"
+    ReplicaRecord(place // SLOTS, node, own, supervisor.birth(own)).write(files)
 
 
 def show(what: str, call: Callable[[], object], calls: int = CALLS) -> None:

@@ -1,4 +1,4 @@
-"""The cost of a promise of fairness: completion times and fairness over F.
+"""The cost of the fairness guarantee: completion times and fairness over F.
 
     python benchmarks/fairness/fairness.py DATA --results DIR [--only first|curve|others|elastic]
         [--found]

@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--rank-power", type=float, default=usual.rank_power)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    knobs = {name: getattr(options, name) for name in ("scarcity", "tail", "rank_power")}
-    objective = CompletionTime(**knobs)
+    chosen = {name: getattr(options, name) for name in ("scarcity", "tail", "rank_power")}
+    objective = CompletionTime(**chosen)
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.clusters.split(","):
             devices = devices_of(name)
@@ -133,7 +133,7 @@ def main() -> None:
             print(
                 f"\nNodes of {GPUS} GPUs: {dict(nodes)}; {options.jobs} jobs, "
                 f"seed {options.seed}, every {options.interval:g} s, "
-                + ", ".join(f"{knob} {_said(value)}" for knob, value in knobs.items())
+                + ", ".join(f"{key} {_said(value)}" for key, value in chosen.items())
                 + "\n"
             )
             print(

@@ -1,7 +1,7 @@
 """Runs one command for a scheduler that may end before it, and records how it ended.
 
-    python -I -S supervisor.py STATUS LOG LIMIT COMMAND...     the parent of an agent, or of an srun
-    python -I -S supervisor.py --step BASE COMMAND...          the first process of a Slurm step
+    python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
+    python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same in a Slurm step
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
 agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
@@ -9,14 +9,15 @@ whether it was asked to stop and the exit status of COMMAND. STATUS is written a
 space reserved for that on a full disk. The output of COMMAND goes to LOG (renamed to LOG.from-START
 when it reaches LIMIT bytes).
 
-srun exits with status 0 when a node fails, and is lost with its own machine. So a step's exit
-status is recorded on its node, in BASE.exit, in a folder that all nodes share. If Slurm tracks
-processes by their parents or groups, a signal to a step reaches all of them: SIGTERM would end the
-workers of a data loader whose script is about to save. So a step is stopped with SIGURG, which all
-others ignore, and COMMAND alone gets SIGTERM. A step is killed with SIGWINCH, so that orphans,
-which Slurm may not find, are killed before this process ends. Signals do not reach a node whose
-slurmd is dead: the file BASE.signal, with "stop", "kill", or "gone" (kill it, as another step
-replaces it), has the same effect.
+In a Slurm step, STATUS is BASE.exit, and LOG is written on the node; all nodes share both folders.
+So neither depends on srun, which exits with status 0 when a node fails, and is lost with its own
+machine. A request is the content of the file BASE.signal: "stop" sends SIGTERM to COMMAND alone;
+"kill", and "gone" (another step replaces this one), kill all processes of the step, also orphans
+that Slurm may not find. The file is polled, which also works on a node whose slurmd is dead, and
+read at each SIGCONT. If Slurm tracks processes by their parents or groups, a signal to a step
+reaches all of them: SIGTERM would end the workers of a data loader whose script is about to save,
+while SIGCONT has no effect on a process that runs. SIGTERM, which Slurm sends before the end of an
+allocation, is a stop.
 
 The module is run as a file, without its package, which costs a few milliseconds and megabytes; it
 must import only the standard library.
@@ -35,9 +36,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+PIPE_SIZE = 2**16
+"""Bytes that a pipe holds, by default."""
 LAST_WORDS = 1.0
 """Seconds for which output of COMMAND is still written after it has ended."""
 LINGER = 1.0
@@ -54,6 +58,8 @@ RENAMED = ".from-"
 """Infix of the names of renamed parts of a log; see `store.log_files`."""
 NO_STATUS = 74
 """Exit status if STATUS cannot be written, so that COMMAND was not started."""
+SYNC_INTERVAL = 0.05
+"""Seconds for which a step collects output before it writes it to the shared folder."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a step that was stopped before it began."""
 MARK = "PIPOLLUX_STEP"
@@ -122,13 +128,17 @@ class RotatingLog:
 
     START is the number of bytes of output before the first one in the file. The last renamed file
     is kept; earlier ones are removed. Bytes that do not fit on a full disk are dropped, and a line
-    in the log reports their number. The `limit` is in bytes; existing content is kept.
+    in the log reports their number. The `limit` is in bytes; existing content is kept. With
+    `shared`, output reaches the server of a network file system at once, so that other machines
+    see it, and a full disk is noticed.
     """
 
-    def __init__(self, path: Path, limit: int) -> None:
+    def __init__(self, path: Path, limit: int, *, shared: bool = False) -> None:
         self._path = path
         self._limit = limit
-        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115  # until `close`
+        self._flags = os.O_DSYNC if shared else 0
+        self._pause = SYNC_INTERVAL if shared else 0.0
+        self._file = self._open(path)
         self._start = max((start + size for start, size in self._renamed()), default=0)
         self._dropped = 0
 
@@ -150,8 +160,16 @@ class RotatingLog:
 
     def copy_from(self, source: int) -> None:
         """Append the content of a pipe until its last writer has closed it."""
-        while data := os.read(source, 2**16):
+        while data := os.read(source, PIPE_SIZE):
             self.write(data)
+            if len(data) < PIPE_SIZE // 2:
+                time.sleep(self._pause)
+
+    def _open(self, path: Path) -> FileIO:
+        def opener(name: str, flags: int) -> int:
+            return private(name, flags | self._flags)
+
+        return open(path, "ab", buffering=0, opener=opener)
 
     def _append(self, data: bytes) -> None:
         if self._dropped and data:
@@ -191,7 +209,7 @@ class RotatingLog:
     def _rotate(self) -> None:
         """Rename the file; if no new one can be created, continue with this one."""
         aside = self._path.with_name(f".{self._path.name}.part")
-        new = open(aside, "ab", buffering=0, opener=private)  # noqa: SIM115  # until `close`
+        new = self._open(aside)
         before = [start for start, _ in self._renamed()]
         size = self._size()
         self._path.replace(self._named(self._start))
@@ -220,22 +238,37 @@ class Command:
     def __init__(self, *signals: int) -> None:
         self.asked = False
         """Whether it was asked to stop, maybe before it was started."""
+        self._terminated = False
         self._process: subprocess.Popen[bytes] | None = None
         for number in signals:
             signal.signal(number, lambda *_: self.stop())
 
     def stop(self) -> None:
         """Ask it to stop."""
-        if not self.asked and self._process is not None:
-            self._process.terminate()
         self.asked = True
+        if self._process is not None:
+            # Another signal may interrupt this handler, but only at a call.
+            before, self._terminated = self._terminated, True
+            if not before:
+                self._process.terminate()
 
     def start(self, words: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start it."""
-        self._process = subprocess.Popen(words, **options)
+        process = self._process = subprocess.Popen(words, **options)
         if self.asked:
-            self._process.terminate()
-        return self._process
+            self.stop()
+        return process
+
+    def start_logged(
+        self, words: list[str], log: RotatingLog, **options: Any
+    ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+        """Start it, and a thread that copies its output to a log until the last writer ends."""
+        printed, printing = os.pipe()
+        process = self.start(words, stdout=printing, stderr=printing, **options)
+        os.close(printing)
+        copying = threading.Thread(target=log.copy_from, args=(printed,), daemon=True)
+        copying.start()
+        return process, copying
 
 
 def run(status: Path, log: Path, limit: int, words: list[str]) -> int:
@@ -246,41 +279,43 @@ def run(status: Path, log: Path, limit: int, words: list[str]) -> int:
     if error is not None:
         say(f"{status} cannot be written ({error}); nothing was started")
         return NO_STATUS
-    printed, printing = os.pipe()
-    process = command.start(words, stdout=printing, stderr=printing)
-    os.close(printing)
-    copy = RotatingLog(log, limit).copy_from
-    copying = threading.Thread(target=copy, args=(printed,), daemon=True)
-    copying.start()
+    process, copying = command.start_logged(words, RotatingLog(log, limit))
     code = process.wait()
     copying.join(LAST_WORDS)  # remaining children of COMMAND may hold the pipe open
     return record_end(status, {**known, "code": code, "asked": command.asked})
 
 
-def run_step(base: Path, words: list[str]) -> int:
+def run_step(base: Path, log: Path, limit: int, words: list[str]) -> int:
     """Run the command of a Slurm step to its end; return the exit status of a shell."""
-    command = Command(signal.SIGURG, signal.SIGTERM)
-    signal.signal(signal.SIGWINCH, lambda *_: kill_step(base))
-    status = base.with_name(f"{base.name}.exit")
-    if not os.access(base.parent, os.W_OK):
-        host = os.uname().nodename
-        say(f"{host} cannot write to {base.parent}, which all nodes must share")
-        return NO_STATUS
-    if command.asked or read_signal(base):
-        return record_end(status, {"code": STOPPED, "asked": True})
-    with suppress(OSError):  # a full disk may have space again at the end
-        write_status(status, {})
-    process = command.start(words, env={**os.environ, MARK: str(base)})
-    while (code := _wait(process)) is None:
+    command = Command(signal.SIGTERM)
+
+    def obey() -> None:
         wanted = read_signal(base)
         if wanted in ("kill", "gone"):
             kill_step(base)
         elif wanted:
             command.stop()
+
+    signal.signal(signal.SIGCONT, lambda *_: obey())
+    status = base.with_name(f"{base.name}.exit")
+    for folder in (base.parent, log.parent):
+        if not os.access(folder, os.W_OK):
+            host = os.uname().nodename
+            say(f"{host} cannot write to {folder}, which all nodes must share")
+            return NO_STATUS
+    if command.asked or read_signal(base):
+        return record_end(status, {"code": STOPPED, "asked": True})
+    with suppress(OSError):  # a full disk may have space again at the end
+        write_status(status, {})
+    output = RotatingLog(log, limit, shared=True)
+    process, copying = command.start_logged(words, output, env={**os.environ, MARK: str(base)})
+    while (code := _wait(process)) is None:
+        obey()
     deadline = time.monotonic() + LINGER
     while step_processes(base) and time.monotonic() < deadline:
         time.sleep(0.05)
     kill_step(base)
+    copying.join(LAST_WORDS)
     return record_end(status, {"code": code, "asked": command.asked})
 
 
@@ -357,6 +392,7 @@ def kill_step(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--step":
-        sys.exit(run_step(Path(sys.argv[2]), sys.argv[3:]))
-    sys.exit(run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    in_step = sys.argv[1] == "--step"
+    path, log, limit, *command = sys.argv[1 + in_step :]
+    main = run_step if in_step else run
+    sys.exit(main(Path(path), Path(log), int(limit), command))

@@ -2,6 +2,11 @@
 
 The job writes the first two beside its checkpoints. The agent that runs the script adds them to its
 result, which the execution backend delivers to the scheduler, also after a scheduler restart.
+
+The step of a stop reaches the scheduler on three paths, as each of them can fail: in
+``POST /jobs/NAME/stops``, unless the scheduler is down; in the agent's result, unless a cluster
+kills the agent after the grace period; from the :class:`StopMarker`, if the scheduler can read the
+checkpoint directory. Exit status 143 alone is the stop of a script without Pipollux.
 """
 
 from __future__ import annotations

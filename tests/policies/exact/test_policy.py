@@ -118,8 +118,8 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(
 ) -> None:
     """One slot, a new short job at every decision: the long one still gets its part."""
     nodes = {"n": NodeInfo({"slots": 1})}
-    knobs = CompletionTime(rank_power=rank_power, part=0.2, patience=300.0, quantum=300.0)
-    policy, interval = ExactPolicy(knobs), 60.0
+    options = CompletionTime(rank_power=rank_power, part=0.2, patience=300.0, quantum=300.0)
+    policy, interval = ExactPolicy(options), 60.0
     base: dict[str, list[str]] = {}
     held = 0.0
     for decision in range(200):
@@ -162,8 +162,8 @@ def test_a_small_gain_is_worth_a_restart_to_a_job_that_is_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"), [("rank_power", 1.5), ("part", -0.1), ("horizon", -1.0)]
+    ("option", "value"), [("rank_power", 1.5), ("part", -0.1), ("horizon", -1.0)]
 )
-def test_a_knob_out_of_range_is_named(knob: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{knob}: {value}"):
-        CompletionTime(**{knob: value})
+def test_an_option_out_of_range_is_named(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{option}: {value}"):
+        CompletionTime(**{option: value})

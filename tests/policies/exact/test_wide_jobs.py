@@ -21,7 +21,7 @@ from pipollux_policies import (
 from pipollux_policies.exact.configurations import build_instance
 from tests.policies.policy_cases import TEMPLATE, random_case, scaling
 
-KNOBS = CompletionTime()
+DEFAULTS = CompletionTime()
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Loop:
     jobs: dict[str, JobInfo]
     nodes: Mapping[str, NodeInfo]
     interval: float
-    knobs: CompletionTime = KNOBS
+    options: CompletionTime = DEFAULTS
     now: float = 0.0
     base: dict[str, list[str]] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Loop:
             name: replace(job, age=self.now, preemptible=name not in self._moved)
             for name, job in self.jobs.items()
         }
-        answer, _ = ExactPolicy(self.knobs).optimize(jobs, self.nodes, self.base, TEMPLATE)
+        answer, _ = ExactPolicy(self.options).optimize(jobs, self.nodes, self.base, TEMPLATE)
         assert violations(jobs, self.nodes, self.base, answer) == []
         held = {name: list(nodes) for name, nodes in answer.items() if nodes}
         self._moved = {name for name, nodes in held.items() if self.base.get(name) != nodes}
@@ -69,18 +69,18 @@ def waiting(count: int, widths: int = 4) -> dict[str, JobInfo]:
 def bound(clusters: float) -> float:
     """Return the bound that docs/concepts/policy-exact.md states."""
     turns = np.ceil(clusters)
-    grown = (1 - KNOBS.part) ** -turns - 1
-    return KNOBS.patience + KNOBS.quantum / KNOBS.part * float(grown)
+    grown = (1 - DEFAULTS.part) ** -turns - 1
+    return DEFAULTS.patience + DEFAULTS.quantum / DEFAULTS.part * float(grown)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("rank_power", "turns"), [(0.55, 2), (KNOBS.rank_power, 3)])
+@pytest.mark.parametrize(("rank_power", "turns"), [(0.55, 2), (DEFAULTS.rank_power, 3)])
 def test_a_thousand_jobs_of_one_to_four_stages_all_get_something(
     rank_power: float, turns: int
 ) -> None:
     nodes = {f"node-{n:02d}": NodeInfo({"slots": 8}) for n in range(64)}
-    knobs = CompletionTime(rank_power=rank_power)
-    loop = Loop(waiting(1000), nodes, interval=300.0, knobs=knobs)
+    options = CompletionTime(rank_power=rank_power)
+    loop = Loop(waiting(1000), nodes, interval=300.0, options=options)
     while len(loop.first) < len(loop.jobs):
         loop.decide()
         # 2500 slots, of which each node of 8 holds 5 however badly replicas of 4 are packed.
@@ -90,7 +90,7 @@ def test_a_thousand_jobs_of_one_to_four_stages_all_get_something(
         for width in range(1, 5)
     }
     # Nor do the widest wait longer than the narrowest by more than some turns.
-    assert last[4] <= last[1] + turns * (KNOBS.quantum + KNOBS.part * last[4])
+    assert last[4] <= last[1] + turns * (DEFAULTS.quantum + DEFAULTS.part * last[4])
 
 
 def test_where_all_are_behind_every_width_has_its_share() -> None:
@@ -156,8 +156,8 @@ def test_promises_fit_and_are_kept(seed: int, mixed: bool) -> None:
         for name, job in case.jobs.items()
     }
     instance = build_instance(jobs, case.nodes, case.base, TEMPLATE)
-    promises = KNOBS.promise(instance)
-    answer, _ = ExactPolicy(KNOBS).optimize(jobs, case.nodes, case.base, TEMPLATE)
+    promises = DEFAULTS.promise(instance)
+    answer, _ = ExactPolicy(DEFAULTS).optimize(jobs, case.nodes, case.base, TEMPLATE)
     assert violations(jobs, case.nodes, case.base, answer) == []
     for job in promises.places:
         assert answer[instance.jobs[job].name], instance.jobs[job].name
@@ -165,7 +165,7 @@ def test_promises_fit_and_are_kept(seed: int, mixed: bool) -> None:
     for name, held in answer.items():
         if set(held) & set(names):
             assert list(held) == list(case.base.get(name, ()))  # nobody new is there
-    again, _ = ExactPolicy(KNOBS).optimize(jobs, case.nodes, case.base, TEMPLATE)
+    again, _ = ExactPolicy(DEFAULTS).optimize(jobs, case.nodes, case.base, TEMPLATE)
     assert again == answer
 
 

@@ -13,8 +13,6 @@ _REPORT = re.compile(
     r"^E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: (?P<status>-?\d+)\)"
 )
 _AGENT_LINE = re.compile(r"^[EWI]\d{4} .*torch/distributed/")
-_SRUN_LINE = re.compile(r"^srun: error: \S+: task \d+: Exited with exit code \d+$")
-"""Slurm's line in the output of a failed step: only the status, which is known."""
 
 _READ_LIMIT = 256 * 1024
 _LINE_LIMIT = 300
@@ -51,7 +49,7 @@ def last_words(path: Path, status: int | None, count: int = 20) -> LastWords:
 
     If it printed nothing and its end is unknown, they are torchrun's; `status` is the default.
     """
-    lines = [line for line in last_lines(path, 100_000) if not _SRUN_LINE.match(line)]
+    lines = last_lines(path, 100_000)
     reports = [index for index, line in enumerate(lines) if _REPORT.match(line)]
     report = _REPORT.match(lines[reports[0]]) if reports else None
     own = [line for line in lines[: reports[0] if reports else None] if not _AGENT_LINE.match(line)]

@@ -24,13 +24,85 @@ LOG_LIMIT = 64 * 2**20
 """Bytes at which a replica's log is rotated; one earlier file is kept."""
 
 
+class SessionProcess:
+    """A process in a separate session, started by this scheduler or an earlier one.
+
+    Its `birth` is that of `supervisor.birth`; pid 0: unknown.
+    """
+
+    def __init__(
+        self, pid: int, birth: str | None, started: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.pid = pid
+        self.birth = birth
+        self._started = started
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        output: Path,
+        environment: Mapping[str, str],
+        directory: Path | None,
+    ) -> SessionProcess:
+        """Start a process, which appends its output to a file, or raise OSError."""
+        with open(output, "ab", opener=supervisor.private) as file:
+            started = subprocess.Popen(
+                command,
+                env=dict(environment),
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(started.pid, supervisor.birth(started.pid), started)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        if self._started is not None:
+            return self._started.poll() is None
+        return self.birth is not None and supervisor.birth(self.pid) == self.birth
+
+    @property
+    def code(self) -> int | None:
+        """How a process that was started here has ended, negative for a signal; else None."""
+        return None if self._started is None else self._started.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended; a process that reuses its id gets none."""
+        if self._started is not None:
+            with suppress(ProcessLookupError):
+                self._started.send_signal(number)
+        elif self.runs:
+            with suppress(psutil.Error):
+                psutil.Process(self.pid).send_signal(number)
+
+    def kill(self, timeout: float) -> None:
+        """Kill it and its process group; wait up to `timeout` s for one started here."""
+        if self.runs:
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(timeout)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for a process started here to end, so that no zombie is left."""
+        if self._started is not None:
+            self._started.wait(timeout)
+
+
 class ReplicaProcess:
     """A replica's supervisor, which writes its identity and its command's end to `status`."""
 
-    def __init__(self, status: Path, started: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, status: Path, started: SessionProcess | None = None) -> None:
         self._status = status
-        self._started = started
-        self._known = {} if started is not None else read_status(status)
+        if started is None:
+            known = read_status(status)
+            started = SessionProcess(known.get("pid", 0), known.get("birth"))
+        self._process = started
 
     @classmethod
     def start(
@@ -45,32 +117,24 @@ class ReplicaProcess:
         """Start a replica in a separate session, or raise OSError."""
         own = [sys.executable, "-I", "-S", supervisor.__file__]
         own += [str(status), str(log), str(LOG_LIMIT)]
-        with open(log, "ab", opener=supervisor.private) as file:
-            started = subprocess.Popen(
-                [*own, *command],
-                env=dict(environment),
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return cls(status, started)
+        process = SessionProcess.start(
+            [*own, *command], output=log, environment=environment, directory=directory
+        )
+        return cls(status, process)
 
     @property
     def pid(self) -> int:
         """Process id of the supervisor, 0 if unknown."""
-        return int(self._known.get("pid", 0)) if self._started is None else self._started.pid
+        return self._process.pid
 
     def poll(self) -> int | None:
         """Return how the command ended: None while it runs, negative for a signal."""
-        if self._started is not None:
-            code = self._started.poll()
-            return None if code is None else read_status(self._status).get("code", code)
-        if self._is_there():
+        if self._process.runs:
             return None
+        code = self._process.code
         # A supervisor without a status was killed.
-        return int(read_status(self._status).get("code", -signal.SIGKILL))
+        default = -signal.SIGKILL if code is None else code
+        return int(read_status(self._status).get("code", default))
 
     @property
     def asked(self) -> bool:
@@ -79,29 +143,11 @@ class ReplicaProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the replica has ended; a process that reuses its id gets none."""
-        if self._started is not None:
-            with suppress(ProcessLookupError):
-                self._started.send_signal(number)
-        elif self._is_there():
-            with suppress(psutil.Error):
-                psutil.Process(self.pid).send_signal(number)
-
-    def kill(self, timeout: float) -> None:
-        """Kill the supervisor and its command; wait up to `timeout` s for one started here."""
-        if self.pid and self.poll() is None:
-            with suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.wait(timeout)
+        self._process.signal(number)
 
     def wait(self, timeout: float) -> None:
         """Wait for a supervisor started here to end, so that no zombie is left."""
-        if self._started is not None:
-            self._started.wait(timeout)
-
-    def _is_there(self) -> bool:
-        mark = self._known.get("birth")
-        return mark is not None and supervisor.birth(self.pid) == mark
+        self._process.wait(timeout)
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -176,6 +176,7 @@ class SlurmEngine(Engine):
             program=program,
             num_stages=launch.num_stages,
             base=files.base,
+            log=self._state_dir.log(*key),
         )
         environment = step_environment(
             program,

@@ -62,7 +62,7 @@ class Orphans:
             if is_silent(snapshot.nodes.get(step.node)):
                 since[step.step] = now
             if now < since[step.step] + STUCK_AFTER:
-                command = signal_command(step.step, Signal.KILL, insist=True)
+                command = signal_command(step.step, insist=True)
                 self._signals.send((key, Signal.KILL), command)
             else:
                 stuck[step.step] = self._stuck.get(step.step) or _stuck_step(step)

@@ -1,8 +1,8 @@
 """Files of a replica on disk, by which the next scheduler finds its step.
 
-jobs/NAME/attempts/attempt-N/replica-R.json      the allocation and node that it was started in
-jobs/NAME/attempts/attempt-N/replica-R.srun      state of its srun (`pipollux_agent.supervisor`)
-jobs/NAME/attempts/attempt-N/replica-R.signal    the last signal to the step
+jobs/NAME/attempts/attempt-N/replica-R.json      its allocation, its node, the process of its srun
+jobs/NAME/attempts/attempt-N/replica-R.srun      output of its srun: messages of Slurm
+jobs/NAME/attempts/attempt-N/replica-R.signal    the last request to the step
 jobs/NAME/attempts/attempt-N/replica-R.exit      exit status of its agent, written on its node
 jobs/NAME/attempts/attempt-N/replica-R.result    the result of its agent
 """
@@ -23,6 +23,7 @@ from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
+_SIGNAL_SIZE = 8
 _STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.a(?P<attempt>\d+)\.r(?P<replica>\d+)")
 
 
@@ -64,9 +65,19 @@ class ReplicaFiles:
         """Return the files of a replica."""
         return cls(state_dir.attempt(key.job, key.attempt) / f"replica-{key.replica}")
 
+    def prepare_signal(self) -> None:
+        """Create the file of the signal, or raise OSError.
+
+        A later signal needs no space on a full disk; and a node sees it at once over NFS, which
+        checks an existing file when it is opened, and caches that a file is missing.
+        """
+        write_aside(self.signal, b"\n".rjust(_SIGNAL_SIZE), PRIVATE)
+
     def write_signal(self, what: str) -> None:
         """Write a signal to the step, "stop", "kill" or "gone", or raise OSError."""
-        write_aside(self.signal, f"{what}\n".encode("ascii"), PRIVATE)
+        with self.signal.open("r+b", buffering=0) as file:
+            file.write(f"{what}\n".rjust(_SIGNAL_SIZE).encode("ascii"))
+            os.fsync(file.fileno())
 
     def read_signal(self) -> str:
         """Return the signal of this or an earlier scheduler to the step; empty: none."""
@@ -99,17 +110,25 @@ class ReplicaRecord:
     pool: int
     """The allocation, a job of Slurm's."""
     node: str
+    pid: int = 0
+    """Process id of its srun; 0: its scheduler was killed at its start."""
+    birth: str | None = None
+    """Identity of this process: see `supervisor.birth`."""
 
     def write(self, files: ReplicaFiles) -> None:
-        """Write it to disk, or raise OSError."""
-        write_aside(files.record, json.dumps(asdict(self)).encode(), PRIVATE)
+        """Write it to disk, or raise OSError; a second time needs no space on a full disk."""
+        if files.record.exists():
+            supervisor.overwrite_status(files.record, asdict(self))
+        else:
+            supervisor.write_status(files.record, asdict(self))
 
     @classmethod
     def read(cls, files: ReplicaFiles) -> ReplicaRecord | None:
         """Read it; None if it does not exist or is invalid."""
         try:
             data = json.loads(files.record.read_text(encoding="utf-8"))
-            return cls(pool=int(data["pool"]), node=str(data["node"]))
+            birth = str(data["birth"]) if data["birth"] is not None else None
+            return cls(int(data["pool"]), str(data["node"]), int(data["pid"]), birth)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -7,11 +7,14 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from pipollux_agent import supervisor
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
 from pipollux_sched.backend.replica.last_words import last_lines
-from pipollux_sched.backend.replica.replica_process import ReplicaProcess
+from pipollux_sched.backend.replica.replica_process import SessionProcess
+from pipollux_sched.store.log_files import read_tail
 
 from .commands import is_away
 from .nodes import is_silent, why_down
@@ -44,14 +47,15 @@ _TAKEN = re.compile(
     r"|has been revoked|Job credential (?:expired|revoked)|Memory required by task is not available"
 )
 _TOO_LARGE = re.compile(r"Out Of Memory|oom.kill", re.IGNORECASE)
+_TASK_EXIT = re.compile(r"^srun: error: \S+: task \d+: Exited with exit code (\d+)$")
 _LINES = 40
-"""Lines at the end of a log that are searched for Slurm's messages."""
+"""Lines at the end of srun's output that are searched for Slurm's messages, and kept."""
 
 
 class ReplicaStep:
     """A replica that this scheduler or an earlier one has started, until it is forgotten.
 
-    `process` is its srun; the output goes to `log`.
+    Its output goes to `log`, with Slurm's messages at the end.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class ReplicaStep:
         record: ReplicaRecord,
         files: ReplicaFiles,
         log: Path,
-        process: ReplicaProcess,
+        srun: SessionProcess,
     ) -> None:
         self.key = key
         self.record = record
@@ -68,9 +72,9 @@ class ReplicaStep:
         self.ended: Ended | None = None
         self._files = files
         self._log = log
-        self._process = process
+        self._srun = srun
         self._began_at = time.monotonic()
-        self._told = files.read_signal()
+        self._told = self._written = files.read_signal()
         self._told_at: float | None = time.monotonic() if self._told else None
         self._over_at: float | None = None
         self._gone_at: float | None = None
@@ -91,28 +95,36 @@ class ReplicaStep:
     ) -> ReplicaStep:
         """Start its srun; the record is written first, so that no step is without one.
 
-        OSError: it cannot be started; ValueError: an argument contains an invalid character.
+        If the scheduler is killed before the process is recorded, the next one may end the step as
+        `GONE`. OSError: it cannot be started; ValueError: an argument contains an invalid
+        character.
         """
         for folder in (log.parent, files.base.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for stale in (files.signal, files.exit, files.result, files.srun):
+        for stale in (files.record, files.exit, files.result, files.srun):
             stale.unlink(missing_ok=True)
+        files.prepare_signal()
+        with open(log, "ab", opener=supervisor.private):
+            pass  # created here, for readers; written on the node
         record.write(files)
         try:
-            process = ReplicaProcess.start(
-                command, status=files.srun, log=log, environment=environment, directory=None
+            srun = SessionProcess.start(
+                command, output=files.srun, environment=environment, directory=None
             )
         except BaseException:  # leave no record of a step that was never started
             files.record.unlink(missing_ok=True)
             raise
-        return cls(key, record, files, log, process)
+        record = replace(record, pid=srun.pid, birth=srun.birth)
+        with suppress(OSError):  # as if the scheduler had been killed here
+            record.write(files)
+        return cls(key, record, files, log, srun)
 
     @classmethod
     def find(
         cls, key: ReplicaKey, record: ReplicaRecord, files: ReplicaFiles, log: Path
     ) -> ReplicaStep:
         """Return a replica that an earlier scheduler has started."""
-        found = cls(key, record, files, log, ReplicaProcess(files.srun))
+        found = cls(key, record, files, log, SessionProcess(record.pid, record.birth))
         found._adopted = True
         return found
 
@@ -129,8 +141,7 @@ class ReplicaStep:
         if self.ended is not None:
             return ReplicaState(handle, ended=self.ended)
         self._seen = self._seen or step is not None
-        waiting = "" if self._seen else "Slurm has not yet begun its step."
-        return ReplicaState(handle, waiting=waiting)
+        return ReplicaState(handle, waiting="" if self._seen else self._waiting())
 
     @property
     def unsettled(self) -> bool:
@@ -146,24 +157,35 @@ class ReplicaStep:
     def tell(self, what: Signal, snapshot: SlurmSnapshot) -> Sequence[str] | None:
         """Record a signal, and return the command that sends it to its step, if it has one.
 
-        The signal is also written into a file: for a step that has not begun, and for one on a node
-        whose slurmd is dead.
+        The signal is in a file, and the command makes the step read it at once. A step that has not
+        begun reads it at its start, and one on a node whose slurmd is dead polls it.
         """
         before = self._told_at
         if self._told not in ("kill", GONE, what.value):
-            with suppress(OSError):  # the signal itself may arrive
-                self._files.write_signal(what.value)
             self._told, self._told_at = what.value, time.monotonic()
+        self._write_signal()
         step = self.step(snapshot)
         if step is not None:
             since = 0.0 if self._told_at is None else time.monotonic() - self._told_at
-            return signal_command(step.step, what, insist=since > KILL_PATIENCE)
+            insist = what is Signal.KILL and since > KILL_PATIENCE
+            return signal_command(step.step, insist=insist)
         if before is not None and before < snapshot.begun and not self._seen:
-            self._process.signal(signal.SIGTERM)  # a waiting srun gives up
+            self._srun.signal(signal.SIGTERM)  # a waiting srun gives up
         return None
 
+    def _write_signal(self) -> None:
+        if self._written != self._told:
+            with suppress(OSError):  # the caller repeats the signal
+                self._files.write_signal(self._told)
+                self._written = self._told
+
+    def _waiting(self) -> str:
+        messages = slurm_messages(self._files.srun)
+        said = f" It says: {messages[-1]}" if messages else ""
+        return f"Slurm has not yet begun its step.{said}"
+
     def _see(self, snapshot: SlurmSnapshot, step: StepLine | None) -> None:
-        code = self._process.poll()
+        runs = self._srun.runs
         now = time.monotonic()
         if snapshot.number and why_gone(self.record, snapshot):
             self._gone_at = self._gone_at or now
@@ -172,21 +194,20 @@ class ReplicaStep:
         completes = ends and step is not None
         patience = COMPLETING_PATIENCE if completes else GONE_PATIENCE
         gone = self._gone_at is not None and self._gone_at < now - patience
-        if code is None and not gone:
+        if runs and not gone:
             return
         self._over_at = self._over_at or now
         if snapshot.begun <= self._over_at:
             return
         if step is not None and not gone and self._may_run(snapshot, now):
             return  # its srun was killed; the step itself runs
-        if code is None:
-            self._process.kill(1.0)  # which does not affect its step
-            code = -signal.SIGKILL
+        self._srun.kill(1.0)  # which does not affect its step
         if (self._seen or self._adopted) and self._files.read_exit() is None:
             self._fence(now)
             if now < (self._fenced_at or 0.0) + EXIT_PATIENCE:
                 return
-        self.ended = how_ended(self.record, self._files, self._log, code, snapshot)
+        _append_messages(self._log, self._files.srun)
+        self.ended = how_ended(self.record, self._files, self._srun.code, snapshot)
 
     def _may_run(self, snapshot: SlurmSnapshot, now: float) -> bool:
         """Return whether a step that is listed without an srun may still have processes."""
@@ -203,31 +224,29 @@ class ReplicaStep:
             return
         self._fenced_at = now
         if self._told != "kill":
-            with suppress(OSError):  # then the step could not write there either
-                self._files.write_signal(GONE)
             self._told = GONE
+        self._write_signal()  # if this fails, the step could not write there either
 
 
-def signal_command(step: str, what: Signal, *, insist: bool = False) -> list[str]:
-    """Return the command that signals the first process of a step: see `pipollux_agent.supervisor`.
+def signal_command(step: str, *, insist: bool = False) -> list[str]:
+    """Return the command that makes a step read its signal: see `pipollux_agent.supervisor`.
 
-    With `insist`, Slurm itself kills a step that did not end.
+    With `insist`, Slurm itself kills the step.
 
     Example:
-        >>> signal_command("12.3", Signal.STOP)
-        ['scancel', '--signal=URG', '12.3']
+        >>> signal_command("12.3")
+        ['scancel', '--signal=CONT', '12.3']
     """
-    name = "URG" if what is Signal.STOP else "KILL" if insist else "WINCH"
-    return ["scancel", f"--signal={name}", step]
+    return ["scancel", f"--signal={'KILL' if insist else 'CONT'}", step]
 
 
 def how_ended(
-    record: ReplicaRecord, files: ReplicaFiles, log: Path, code: int, snapshot: SlurmSnapshot
+    record: ReplicaRecord, files: ReplicaFiles, code: int | None, snapshot: SlurmSnapshot
 ) -> Ended:
     """Return how a replica ended whose srun and step are over.
 
-    `code` is the exit status of its srun, which is 0 when a node fails; the `snapshot` was taken
-    after its end.
+    `code` is the exit status of its srun, which is 0 when a node fails, and None for that of an
+    earlier scheduler; the `snapshot` was taken after its end.
     """
     status, result, told = files.read_exit(), files.read_result(), files.read_signal()
     if status == 0:
@@ -242,13 +261,30 @@ def how_ended(
         return Ended(status, result, "Slurm or an admin stopped the step." * stopped)
     if told == "kill":
         return Ended(-signal.SIGKILL, result)
-    words = slurm_words(log)
-    if _TOO_LARGE.search(words):
+    messages = slurm_messages(files.srun)
+    text = "\n".join(messages)
+    if code is None and messages:
+        exits = [int(found[1]) for found in map(_TASK_EXIT.match, messages) if found]
+        code = exits[-1] if exits else 1  # srun's own, for an error
+    if _TOO_LARGE.search(text):
         return Ended(code or -signal.SIGKILL, result)
-    if code == 0 or is_away(words) or _TAKEN.search(words):
-        said = words.splitlines()[-1] if words else "its step left no exit status"
+    if not code or is_away(text) or _TAKEN.search(text):
+        said = messages[-1] if messages else "its step left no exit status"
         return Ended(None, result, f"Slurm ended it: {said}")
     return Ended(code, result)
+
+
+def _append_messages(log: Path, output: Path) -> None:
+    """Append the output of a srun that has ended to the log of its step, except exit statuses.
+
+    Nothing is appended a second time, by a later scheduler.
+    """
+    lines = [line for line in last_lines(output, _LINES) if not _TASK_EXIT.match(line)]
+    text = "".join(f"{line}\n" for line in lines).encode()
+    end = read_tail(log, len(text) + 1)
+    if text and not end.endswith(text):
+        with suppress(OSError), open(log, "ab", opener=supervisor.private) as file:
+            file.write(text if end[-1:] in (b"", b"\n") else b"\n" + text)
 
 
 def why_gone(record: ReplicaRecord, snapshot: SlurmSnapshot) -> str:
@@ -269,6 +305,6 @@ def why_gone(record: ReplicaRecord, snapshot: SlurmSnapshot) -> str:
     return f"Slurm says that node {record.node} is {down}." if down else ""
 
 
-def slurm_words(log: Path) -> str:
-    """Return Slurm's messages at the end of a log."""
-    return "\n".join(line for line in last_lines(log, _LINES) if _SLURM_LINE.match(line))
+def slurm_messages(output: Path) -> list[str]:
+    """Return Slurm's messages at the end of the output of a srun."""
+    return [line for line in last_lines(output, _LINES) if _SLURM_LINE.match(line)]

@@ -11,6 +11,7 @@ from pipollux_agent import supervisor
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
+from pipollux_sched.backend.replica.replica_process import LOG_LIMIT
 from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
 from .commands import controller_variables
@@ -33,11 +34,13 @@ def srun_command(
     program: ReplicaProgram,
     num_stages: int,
     base: Path,
+    log: Path,
 ) -> list[str]:
     """Return the command that runs a replica as a separate step on a node.
 
     It must contain no secrets, because every user of the machine can read it. `command` is that of
-    the agent, `pool` the allocation with this `share` of the node, `base` the prefix of its files.
+    the agent, `pool` the allocation with this `share` of the node, `base` the prefix of its files,
+    `log` the file of its output.
     """
     slots = share.gpus or max(share.cpus, 1)
     cpus = program.cpus + program.cpus_per_stage * num_stages
@@ -59,7 +62,8 @@ def srun_command(
         f"--mem={-(-memory // _MIB)}M" if share.memory else "--mem=0",
         *("--kill-on-bad-exit=0", "--mpi=none", "--input=none", "--export=ALL"),
         f"--chdir={directory}",
-        *(sys.executable, "-I", "-S", str(supervisor.__file__), "--step", str(base)),
+        *(sys.executable, "-I", "-S", str(supervisor.__file__), "--step"),
+        *(str(base), str(log), str(LOG_LIMIT)),
         *command,
     ]
 

@@ -17,17 +17,23 @@ POOL = SlurmJob(5, "RUNNING", None, None, "n1", "", "pool")
 RECORD = ReplicaRecord(pool=5, node="n1")
 
 
-def ended(folder: Path, said: str = "", status: int | None = None, told: str = "") -> Ended:
+def ended(
+    folder: Path,
+    said: str = "",
+    status: int | None = None,
+    told: str = "",
+    code: int | None = 1,
+) -> Ended:
     """Return how a replica ended whose srun ended with 1, in an allocation that is well."""
     files = ReplicaFiles(folder / "replica-0")
     if status is not None:
         files.exit.write_text(json.dumps({"code": status}))
+    files.prepare_signal()
     if told:
         files.write_signal(told)
-    log = folder / "log"
-    log.write_text(f"step 1\n{said}\n")
+    files.srun.write_text(f"{said}\n")
     snapshot = SlurmSnapshot(number=1, jobs={5: POOL})
-    return how_ended(RECORD, files, log, 1, snapshot)
+    return how_ended(RECORD, files, code, snapshot)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,23 @@ def test_what_the_job_did(tmp_path: Path) -> None:
     assert ended(tmp_path, told="kill") == Ended(-9)
 
 
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("", Ended(None, lost="Slurm ended it: its step left no exit status")),
+        ("srun: error: Unable to create step for job 5: More processors requested", Ended(1)),
+        (
+            "slurmstepd: error: execve(): no\nsrun: error: n1: task 0: Exited with exit code 2",
+            Ended(2),
+        ),
+    ],
+)
+def test_the_end_of_a_srun_that_an_earlier_scheduler_started(
+    tmp_path: Path, said: str, how: Ended
+) -> None:
+    assert ended(tmp_path, said, code=None) == how
+
+
 def test_a_step_that_was_ended_as_slurm_had_lost_it(tmp_path: Path) -> None:
     how = ended(tmp_path, status=-9, told="gone")
     assert (how.status, how.lost) == (-9, "Slurm did not know of the step on node n1 any more.")
@@ -60,7 +83,6 @@ def test_an_allocation_that_is_over(tmp_path: Path) -> None:
     gone = how_ended(
         RECORD,
         ReplicaFiles(tmp_path / "replica-0"),
-        tmp_path / "log",
         0,
         SlurmSnapshot(number=1, jobs={5: POOL._replace(state="PREEMPTED", reason="None")}),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,18 @@ def test_a_job_that_fits_nowhere_is_refused_in_the_words_of_slurm(
         start(engine, "other", "n9")
 
 
+def test_why_a_step_does_not_begin_is_told_in_the_words_of_slurm(
+    engine: SlurmEngine, state_dir: StateDir
+) -> None:
+    first = start(engine, "first", "n1", stages=4)
+    runs(engine, state_dir, first)
+    second = start(engine, "second", "n1")
+    waiting = "Slurm has not yet begun its step. It says: srun: Job .*step creation"
+    until(lambda: re.match(waiting, state(engine, second).waiting))
+    engine.signal(first, Signal.STOP)
+    runs(engine, state_dir, second)
+
+
 def test_no_command_shows_what_is_secret(
     engine: SlurmEngine, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +137,7 @@ from tests.sched.backends import assignments
 engine = SlurmEngine(StateDir(Path(sys.argv[1])), OwnAllocation(int(sys.argv[2])), interval=0.5)
 start(engine, "long", "n1")
 start(engine, "short", "n2", "--steps=40")
-start(engine, "orphan", "n3")
+start(engine, "orphan", "n3", "--prints")
 until(lambda: not any(x.waiting for x in engine.listing().replicas.values()))
 print("started", flush=True)
 until(lambda: False)
@@ -149,8 +162,10 @@ def test_a_killed_scheduler_is_followed_by_one_that_adopts_its_steps(
     orphan = ReplicaKey("orphan", 1, 0)
     # The step of one whose srun died with the scheduler's machine runs on.
     # (All at once: a second process of srun would end the step for want of the first.)
-    runner = json.loads((state_dir.attempt("orphan", 1) / "replica-0.srun").read_text())
-    os.killpg(runner["pid"], signal.SIGKILL)
+    srun = json.loads((state_dir.attempt("orphan", 1) / "replica-0.json").read_text())
+    os.killpg(srun["pid"], signal.SIGKILL)
+    before = log(state_dir, orphan)
+    until(lambda: len(log(state_dir, orphan)) > len(before) + 1000)  # beyond any pipe's rest
     files = ReplicaFiles(state_dir.attempt("short", 1) / "replica-0")
     until(lambda: files.read_exit() is not None)
     engine = make_engine(OwnAllocation(pool))

@@ -25,7 +25,7 @@ from pipollux_sched.backend.slurm.output import (
 )
 from pipollux_sched.backend.slurm.pools import OwnAllocation, ends_within, own_allocation
 from pipollux_sched.backend.slurm.record import ReplicaKey, read_step_name, step_name
-from pipollux_sched.backend.slurm.replica_step import slurm_words
+from pipollux_sched.backend.slurm.replica_step import slurm_messages
 from pipollux_sched.backend.slurm.snapshot import SlurmAllocation, SlurmSnapshot
 
 JOBS = """\
@@ -212,5 +212,5 @@ def test_slurms_words_in_a_log_are_told_from_the_scripts(tmp_path: Path) -> None
         "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\nsignal 15\n"
         "srun: error: Node failure on s2\n"
     )
-    words = slurm_words(log).splitlines()
+    words = slurm_messages(log)
     assert [line[:15] for line in words] == ["slurmstepd-s2: ", "srun: error: No"]
