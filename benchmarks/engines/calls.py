@@ -15,8 +15,8 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,17 +47,12 @@ MODELS["narrow"] = (narrow, [3, 3])
 def calls(name: str, micro_batches: int, functions: bool) -> list[str]:
     """Return the row of a number of micro-batches: by hand, HybridParallel, what it adds."""
     found = []
-    for make in (
-        lambda: by_hand(name, micro_batches),
-        lambda: ours(name, micro_batches, "1f1b", 1),
-    ):
+    arms = partial(by_hand, name, micro_batches), partial(ours, name, micro_batches, "1f1b", 1)
+    for make in arms:
         contexts.reset()
         step, counted = make(), Counted()
         for _ in range(QUIET.stop):
-            sys.setprofile(counted)
-            step(1)
-            sys.setprofile(None)
-            counted.steps.append(Counter())
+            counted.step(partial(step, 1))
         found.append(counted)
     theirs, mine = found
     if functions:
