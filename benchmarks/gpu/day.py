@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUDGET = {"cuda:0": 530.0, "cpu": 3600.0}
 """Seconds for all parts together: a part gets no more than is left."""
-PATIENCE = {"cuda:0": 1.0, "cpu": 5.0}
+PATIENCE = {"cuda:0": 1.0, "cpu": 8.0}
 """Factor of the limits."""
 LEAST = 10.0
 """Seconds without which a part is not begun."""
