@@ -111,7 +111,7 @@ PARTS = {
     "resize": Part(
         "Pauses of elastic resizes and of the recovery from a death",
         script("resize.py", "--mib", "1024"),
-        script("resize.py", "--mib", "16", "--rounds", "1", *CPU),
+        script("resize.py", *["--backends", "stand-in", "--mib", "16", "--rounds", "1"], *CPU),
         70,
     ),
     "overhead": Part(
