@@ -4,13 +4,15 @@
     .venv/bin/python benchmarks/gpu/day.py --device cpu    shows on a CPU that it works
     .venv/bin/python benchmarks/gpu/day.py tests resize    some parts only
 
-Each part has a time limit, and one that fails does not stop the others. Results go into
-benchmarks/gpu/results: what each part printed, and a summary as JSON and Markdown.
+Each part has a time limit, and one that fails does not stop the others. The results of all parts go
+into benchmarks/gpu/results as day.json and day.md, with what each part printed beside them. On a
+CPU limits are longer, and the results, which are not for publication, go into results-cpu.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -18,31 +20,69 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
+from report import Results, page, results_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BUDGET = 530.0
+BUDGET = {"cuda:0": 530.0, "cpu": 3600.0}
 """Seconds for all parts together: a part gets no more than is left."""
-TAIL = 4000
-"""Characters of a part's output in the summary."""
+PATIENCE = {"cuda:0": 1.0, "cpu": 8.0}
+"""Factor of the limits."""
+LEAST = 10.0
+"""Seconds without which a part is not begun."""
+GRACE = 15.0
+"""Seconds in which a part may end its processes after its limit."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command: on a GPU, on a CPU, and the seconds that it may take."""
+    """Commands of a part, its limit in seconds, and the part that it runs beside.
 
+    Only parts that measure no times may run beside another one.
+    """
+
+    title: str
     gpu: list[str]
     cpu: list[str]
     limit: float
+    beside: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended, and what it found."""
+
+    title: str
+    command: str
+    status: str
+    seconds: float = 0.0
+    results: Results = field(default_factory=Results)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the part passed, or cannot run here."""
+        return self.status in ("passed", "needs a GPU")
 
 
 def script(name: str, *args: str) -> list[str]:
     return [sys.executable, str(HERE / name), *args]
+
+
+def two(name: str, *args: str) -> list[str]:
+    """Return the command of a script in two processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", "2", str(HERE / name), *args]
 
 
 def pytest(*args: str) -> list[str]:
@@ -50,104 +90,188 @@ def pytest(*args: str) -> list[str]:
     return [sys.executable, "-m", "pytest", *plain, *args]
 
 
-RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CPU = ["--device", "cpu"]
 PROBES = ["form", "whole", "initkill", "kill", "leave", "wait", "states", "graph"]
-SHORT = ["form", "leave"]
+THREE = ["--sizes", "small", "base", "medium", "--steps", "100", "--compile"]
+TINY = ["--sizes", "tiny", "--steps", "60", "--seconds", "20", "--compile", *CPU]
+TINY += ["--backend", "aot_eager"]
 PARTS = {
     "tests": Part(
+        "`make test-gpu`, over gloo and NCCL",
         pytest("tests/gpu", "--gpu", "-n", "5"),
         pytest("tests/hybrid/resize/test_device_groups.py", "-n", "2"),
-        120,
+        110,
+    ),
+    "scheduler": Part(
+        "A job of `pipollux serve` that grows and shrinks over NCCL",
+        script("scheduler.py"),
+        script("scheduler.py", *CPU),
+        75,
     ),
     "resize": Part(
+        "Pauses of elastic resizes and of the recovery from a death",
         script("resize.py", "--mib", "1024"),
-        script("resize.py", "--mib", "16", "--rounds", "1", "--device", "cpu"),
-        90,
-    ),
-    "probes": Part(
-        script("probes.py", *PROBES), script("probes.py", *SHORT, "--device", "cpu"), 110
-    ),
-    "overhead": Part(
-        script("overhead.py", "--steps", "100"),
-        script("overhead.py", "--steps", "80", "--sizes", "tiny", "--device", "cpu"),
+        script("resize.py", *["--backends", "stand-in", "--mib", "16", "--rounds", "1"], *CPU),
         70,
     ),
-    "memory": Part(script("memory.py"), [], 60),
-    "memory-processes": Part([*RUN, str(HERE / "memory.py"), "--processes"], [], 45),
-    "watchdog": Part(script("probes.py", "watchdog"), [], 100),
+    "overhead": Part(
+        "Step times over the plain loop",
+        script(
+            "overhead.py",
+            *["--against", "plain", "--seconds", "6"],
+            *THREE,
+        ),
+        script("overhead.py", "--against", "plain", *TINY),
+        90,
+    ),
+    "overhead-ddp": Part(
+        "Step times over DistributedDataParallel, two replicas",
+        two(
+            "overhead.py",
+            *["--against", "ddp", "--seconds", "10"],
+            *THREE,
+        ),
+        two("overhead.py", "--against", "ddp", *TINY),
+        110,
+    ),
+    "probes": Part(
+        "How NCCL behaves when groups form, fail and end",
+        script("probes.py", *PROBES),
+        script("probes.py", *PROBES, *CPU),
+        110,
+    ),
+    "memory": Part(
+        "Memory against the prediction, all stages in one process", script("memory.py"), [], 60
+    ),
+    "memory-processes": Part(
+        "Memory against the prediction, a process for each of two stages",
+        two("memory.py", "--processes"),
+        [],
+        60,
+        "memory",
+    ),
+    "watchdog": Part(
+        "Whether NCCL's watchdog ends a process after a death",
+        script("probes.py", "watchdog"),
+        script("probes.py", "watchdog", *CPU),
+        100,
+        "memory",
+    ),
 }
 """In the order of their worth."""
 
 
-def run(name: str, part: Part, device: str, out: Path, left: float) -> dict[str, object]:
+def groups_of(names: Sequence[str]) -> list[list[str]]:
+    """Return the parts in groups that run at the same time."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        beside = PARTS[name].beside
+        found.setdefault(beside if beside in names else name, []).append(name)
+    return list(found.values())
+
+
+def run(name: str, device: str, out: Path, left: float) -> Outcome:
     """Run a part; return how it ended."""
+    part = PARTS[name]
     command = part.cpu if device == "cpu" else part.gpu
+    words = " ".join(command).replace(f"{ROOT}/", "")
     if not command:
-        return {"status": "needs a GPU", "seconds": 0.0, "output": ""}
-    limit = min(part.limit, left)
-    if limit < 10:
-        return {"status": "no time left", "seconds": 0.0, "output": ""}
-    log = out / f"{name}.log"
+        return Outcome(part.title, words, "needs a GPU")
+    limit = min(part.limit * PATIENCE[device], left)
+    if limit < LEAST:
+        return Outcome(part.title, words, "no time left")
     began = time.monotonic()
-    with log.open("wb") as to:
+    logs = out / f"{name}.out.log", out / f"{name}.err.log"
+    with logs[0].open("wb") as stdout, logs[1].open("wb") as stderr:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            stdout=to,
-            stderr=subprocess.STDOUT,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PIPOLLUX_PROGRESS": "0"},
         )
-        try:
-            code = process.wait(limit)
-            status = "passed" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            status = f"not done within {limit:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
-            process.wait()
+        status = _wait(process, limit)
     seconds = round(time.monotonic() - began, 1)
-    output = log.read_text(errors="replace")
-    return {"status": status, "seconds": seconds, "output": output[-TAIL:]}
+    printed, errors = (log.read_text(errors="replace") for log in logs)
+    tail = errors.splitlines()[-20:] if status != "passed" else []
+    return Outcome(part.title, words, status, seconds, results_of(printed), tail)
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
+    """Wait for a part, or end it; return how it ended."""
+    try:
+        code = process.wait(limit)
+        return "passed" if code == 0 else f"exit status {code}"
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        return f"not done within {limit:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own one ends, to find what parts leave behind."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def end_children() -> None:
+    """Kill all processes that descend from this one."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=10)
 
 
 def environment(device: str) -> dict[str, str]:
     """Return what was measured on."""
     found = {"torch": torch.__version__, "Python": platform.python_version()}
     found["device"] = "CPU" if device == "cpu" else torch.cuda.get_device_name(0)
+    found["CPUs"] = str(len(os.sched_getaffinity(0)))
     if torch.distributed.is_nccl_available() and device != "cpu":
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
-def page(found: dict[str, dict[str, object]], where: dict[str, str]) -> str:
-    """Return the summary as Markdown."""
-    lines = ["# GPU day", "", ", ".join(f"{key} {value}" for key, value in where.items()), ""]
-    lines += ["| part | result | seconds |", "|---|---|---|"]
-    lines += [f"| {name} | {x['status']} | {x['seconds']} |" for name, x in found.items()]
-    for name, x in found.items():
-        lines += ["", f"## {name}", "", "```", str(x["output"]).strip(), "```"]
-    return "\n".join(lines) + "\n"
+def write(out: Path, device: str, found: dict[str, Outcome]) -> None:
+    """Write the results so far."""
+    publish = device != "cpu"
+    parts = {name: asdict(outcome) for name, outcome in found.items()}
+    content: dict[str, Any] = {"for_publication": publish, "environment": environment(device)}
+    (out / "day.json").write_text(json.dumps(content | {"parts": parts}, indent=2) + "\n")
+    (out / "day.md").write_text(page(content | {"parts": parts}))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them if none")
-    parser.add_argument("--device", default="cuda:0", choices=["cuda:0", "cpu"])
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    where = environment(options.device)
-    end = time.monotonic() + BUDGET
-    found: dict[str, dict[str, object]] = {}
-    for name in options.parts or PARTS:
-        found[name] = run(name, PARTS[name], options.device, options.out, end - time.monotonic())
-        print(f"{name}: {found[name]['status']}, {found[name]['seconds']} s", flush=True)
-        summary = {"environment": where, "parts": found}
-        (options.out / "day.json").write_text(json.dumps(summary, indent=2))
-        (options.out / "day.md").write_text(page(found, where))
-    return int(any(x["status"] not in ("passed", "needs a GPU") for x in found.values()))
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all of them if none")
+    parser.add_argument("--device", choices=BUDGET, help="cuda:0 if there is one, else cpu")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    options = parser.parse_args(argv)
+    if wrong := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"{', '.join(wrong)}: the parts are {', '.join(PARTS)}")
+    device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    out: Path = options.out or HERE / ("results-cpu" if device == "cpu" else "results")
+    out.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    end = time.monotonic() + BUDGET[device]
+    found: dict[str, Outcome] = {}
+    for group in groups_of(options.parts or list(PARTS)):
+        left = end - time.monotonic()
+        with ThreadPoolExecutor(len(group)) as pool:
+            outcomes = list(pool.map(lambda name: run(name, device, out, left), group))  # noqa: B023  # ended here
+        end_children()
+        for name, outcome in zip(group, outcomes, strict=True):
+            found[name] = outcome
+            print(f"{name}: {outcome.status}, {outcome.seconds} s", flush=True)
+        write(out, device, found)
+    return int(not all(outcome.is_well for outcome in found.values()))
 
 
 if __name__ == "__main__":

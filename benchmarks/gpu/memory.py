@@ -26,6 +26,8 @@ from pipollux_perfmodel import stage_memory
 
 MODES = ("always", "except_last", "never")
 STEPS = 4
+COLUMNS = ["model", "K", "stage", "schedule", "M", "mode", "predicted, MiB"]
+COLUMNS += ["measured, MiB", "ratio", "balance"]
 
 
 def train(size: Size, stages: int, microbatches: int, mode: str, schedule: str | None) -> list[str]:
@@ -76,6 +78,11 @@ def main() -> None:
     os.environ.setdefault("PIPOLLUX_DEVICES", "cuda:0,cuda:0")
     os.environ["PIPOLLUX_PROCESSES_PER_REPLICA"] = "2" if options.processes else "1"
     pipollux.init_process_group("gloo")
+    if int(os.environ.get("RANK", "0")) == 0:
+        columns = (
+            "model | K | stage | schedule | M | mode | predicted, MiB | measured | ratio | cut"
+        )
+        print(f"| {columns} |\n|{'---|' * 10}", flush=True)
     schedules: tuple[str | None, ...] = ("1f1b", "gpipe") if options.processes else (None,)
     stages = (2,) if options.processes else (1, 2)
     cases = itertools.product(options.sizes, stages, schedules, options.microbatches, MODES)

@@ -30,10 +30,11 @@ class Size:
 SIZES = {
     "tiny": Size(width=32, blocks=4, length=16, batch=8),
     "small": Size(width=256, blocks=4, length=64, batch=32),
+    "base": Size(width=512, blocks=6, length=128, batch=32),
     "medium": Size(width=1024, blocks=8, length=256, batch=32),
     "large": Size(width=2048, blocks=12, length=512, batch=32),
 }
-"""Of 0.1, 3, 101 and 606 million parameters."""
+"""Of 0.1, 3, 19, 101 and 606 million parameters."""
 
 
 def layers(size: Size) -> nn.Sequential:

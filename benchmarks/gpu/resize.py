@@ -37,7 +37,7 @@ RESIZED = re.compile(
     r"pipollux: (\d+) replicas? trains? from step \d+ on, after a pause of ([\d.]+)"
 )
 LOST = re.compile(r"was lost at step \d+; \d+ replicas? goe?s? on from step \d+, after ([\d.]+)")
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds to wait for a single change."""
 WIDTH = 2048
 COPIES = 3

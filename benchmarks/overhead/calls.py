@@ -1,8 +1,8 @@
 """Function calls of a training step, in HybridParallel and in the plain loop or in DDP.
 
-Unlike times they do not depend on the machine or on its load. Calls are those of the training
-thread that ``sys.setprofile`` reports, of Python functions and of functions in C, per step; the
-loader is included.
+Unlike times they do not depend on the machine or on its load. Calls are those that
+``sys.setprofile`` reports, of Python functions and of functions in C, per step: of the training
+thread, and of torchgpipe's workers. The loader is included.
 
     .venv/bin/python benchmarks/overhead/calls.py
     .venv/bin/torchrun --nproc-per-node 2 benchmarks/overhead/calls.py
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -69,6 +70,9 @@ class Counted:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         """See ``sys.setprofile``."""
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and not thread.name.endswith("(worker)"):
+            return  # it does not work for the step
         if event == "call":
             code = frame.f_code
             self.steps[-1][f"{code.co_filename}:{code.co_qualname}"] += 1
@@ -78,24 +82,34 @@ class Counted:
 
     def run(self, loop: Loop, num_steps: int) -> Counted:
         """Count the calls of steps."""
-        sys.setprofile(self)
         for _ in range(num_steps):
-            next(loop)
-            self.steps.append(Counter())
-        sys.setprofile(None)
+            self.step(lambda: next(loop))
         return self
+
+    def step(self, run: Callable[[], object]) -> None:
+        """Count the calls of a step."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+        run()
+        sys.setprofile(None)
+        threading.setprofile(None)
+        self.steps.append(Counter())
 
     def median(self, steps: range) -> float:
         """Return the median number of calls in a step."""
         return statistics.median(self.steps[step].total() for step in steps)
 
-    def largest(self, steps: range, other: Counted) -> list[tuple[str, float]]:
-        """Return the functions with more calls per step than in another loop, the most first."""
-        more: Counter[str] = Counter()
-        for step in steps:
-            more.update(self.steps[step])
-            more.subtract(other.steps[step])
-        return [(name, count / len(steps)) for name, count in more.most_common(60)]
+    def typical(self, steps: range) -> Counter[str]:
+        """Return the calls of a step with the median number of calls."""
+        return sorted((self.steps[step] for step in steps), key=Counter.total)[len(steps) // 2]
+
+    def largest(self, steps: range, other: Counted) -> list[tuple[str, int]]:
+        """Return the functions with more calls in a typical step than in another loop's, the most
+        first.
+        """
+        more = self.typical(steps).copy()
+        more.subtract(other.typical(steps))
+        return more.most_common(100)
 
 
 def steps(batches: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:

@@ -8,6 +8,7 @@ which other processes disturb less.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,8 @@ __all__ = [
 
 FEATURES, CLASSES, SAMPLES = 784, 10, 15360  # whole batches of all sizes, at two replicas
 BLOCK_SECONDS = 0.25
+FEWEST_BLOCKS = 8
+"""The second half of them has quartiles."""
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
@@ -108,29 +111,42 @@ def steps(
 
 @dataclass
 class Comparison:
-    """Steps of two loops, block by block; `agree` makes a number equal on all replicas."""
+    """Steps of two loops, block by block; `agree` makes a number equal on all replicas, and
+    `finish` waits for the device at the end of a block.
+    """
 
     agree: Callable[[int], int] = lambda length: length
+    finish: Callable[[], None] = lambda: None
     lengths: list[int] = field(default_factory=list)
     wall: list[tuple[float, float]] = field(default_factory=list)
     """Seconds per step in each block: of the reference, and of HybridParallel."""
     cpu: list[tuple[float, float]] = field(default_factory=list)
 
-    def run(self, reference: Iterator[Tensor], ours: Iterator[Tensor], num_steps: int) -> None:
-        """Run a number of steps of both."""
+    def run(
+        self,
+        reference: Iterator[Tensor],
+        ours: Iterator[Tensor],
+        num_steps: int,
+        seconds: float = math.inf,
+    ) -> None:
+        """Run a number of steps of both, or fewer: as many blocks as begin within some seconds."""
         losses = (next(reference), next(ours))  # one-time work: a first batch, lazy imports
         torch.testing.assert_close(*losses)
+        end = time.monotonic() + seconds
         length = 1
-        while (done := sum(self.lengths)) < num_steps:
+        while length and (done := sum(self.lengths)) < num_steps:
             length = min(length, num_steps - done)
             loops = [reference, ours] if len(self.wall) % 2 == 0 else [ours, reference]
-            walls, cpus, losses = zip(*(_timed(loop, length) for loop in loops), strict=True)
+            timed = (_timed(loop, length, self.finish) for loop in loops)
+            walls, cpus, losses = zip(*timed, strict=True)
             torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)  # equal losses
             turn = slice(None) if loops[0] is reference else slice(None, None, -1)
             self.lengths.append(length)
             self.wall.append(walls[turn])
             self.cpu.append(cpus[turn])
-            length = self.agree(max(1, round(BLOCK_SECONDS / max(min(walls), 1e-4))))
+            length = max(1, round(BLOCK_SECONDS / max(min(walls), 1e-4)))
+            over = time.monotonic() > end and len(self.lengths) >= FEWEST_BLOCKS
+            length = self.agree(0 if over else length)
 
     def rows(self) -> list[list[str]]:
         """Step times by wall clock and by CPU time, and what ours adds."""
@@ -185,9 +201,12 @@ def run_all(
                 say(f"| {name} | {optimizer} | {' | '.join(row)} |")
 
 
-def _timed(loop: Iterator[Tensor], length: int) -> tuple[float, float, float]:
+def _timed(
+    loop: Iterator[Tensor], length: int, finish: Callable[[], None]
+) -> tuple[float, float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(length):
         loss = next(loop)
+    finish()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return wall / length, cpu / length, float(loss)

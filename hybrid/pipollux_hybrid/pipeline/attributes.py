@@ -11,7 +11,7 @@ scalar with a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .stage import in_pipeline
+from .stage import NOTHING, in_pipeline
 
 CHECKED_FORWARDS = 64
 """First forwards of a stage, after which attributes are checked."""
@@ -71,9 +71,16 @@ class LayerAttributes:
         ]
         self._forwards = 0
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> AbstractContextManager[None]:
         """Run a forward; computing with tensors that it keeps is an error afterwards."""
+        return self._guarded() if self._forwards < CHECKED_FORWARDS else NOTHING
+
+    def without_losses(self) -> AbstractContextManager[None]:
+        """Run a forward; raise a ConfigurationError if a layer keeps a scalar with a graph."""
+        return self._without_losses() if self._forwards < CHECKED_FORWARDS else NOTHING
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         with self._kept() as kept:
             yield
         for place, container, key in kept:
@@ -82,8 +89,7 @@ class LayerAttributes:
             container[key] = tensor
 
     @contextmanager
-    def without_losses(self) -> Iterator[None]:
-        """Run a forward; raise a ConfigurationError if a layer keeps a scalar with a graph."""
+    def _without_losses(self) -> Iterator[None]:
         with self._kept() as kept:
             yield
         for place, container, key in kept:
@@ -98,9 +104,6 @@ class LayerAttributes:
     def _kept(self) -> Iterator[list[tuple[str, Any, Any]]]:
         """Yield a list that receives the tensors kept in the body."""
         kept: list[tuple[str, Any, Any]] = []
-        if self._forwards >= CHECKED_FORWARDS:
-            yield kept
-            return
         self._forwards += 1
         before = [container[key] for _, container, key in self._places()]
         yield kept

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,14 @@ from torch.utils import _pytree as pytree
 from pipollux_hybrid.errors import ConfigurationError
 
 from . import named_tuples
-from .microbatch import PyTree, Structure, flatten, unflatten
+from .microbatch import LEAF, PyTree, Structure, flatten, unflatten
 
 HEADER_BYTES = 4096
 """Bytes of the first message; longer headers continue in a second one."""
 LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True)
-class TensorKind:
+class TensorKind(NamedTuple):
     """A tensor of one micro-batch, without its elements."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class BoundaryLayout:
     leaves: tuple[Any, ...]
     """A :class:`TensorKind` in the place of each tensor; plain values unchanged."""
 
-    @property
+    @cached_property
     def kinds(self) -> list[TensorKind]:
         """The tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorKind)]
@@ -60,6 +60,9 @@ class BoundaryLayout:
 
     def value(self, tensors: Sequence[Tensor]) -> PyTree:
         """Return the PyTree with the given tensors."""
+        if self.structure is LEAF:
+            (tensor,) = tensors
+            return tensor
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(x, TensorKind) else x for x in self.leaves]
         return unflatten(leaves, self.structure)
@@ -67,12 +70,15 @@ class BoundaryLayout:
 
 def describe(value: PyTree, what: str) -> tuple[BoundaryLayout, list[Tensor]]:
     """Return the layout of a PyTree, and its tensors."""
+    if isinstance(value, Tensor):
+        return BoundaryLayout(LEAF, (_kind_of(value),)), [value]
     leaves, structure = flatten(value, what)
-    kinds = tuple(
-        TensorKind(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
-        for x in leaves
-    )
+    kinds = tuple(_kind_of(x) if isinstance(x, Tensor) else x for x in leaves)
     return BoundaryLayout(structure, kinds), [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _kind_of(tensor: Tensor) -> TensorKind:
+    return TensorKind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def to_header(boundary: BoundaryLayout, what: str) -> tuple[Tensor, Tensor | None]:
@@ -107,9 +113,10 @@ def from_header(first: Tensor, rest: Tensor | None) -> BoundaryLayout:
     length = int.from_bytes(packed[:LENGTH_BYTES], "little")
     told = json.loads(packed[LENGTH_BYTES : LENGTH_BYTES + length])
     named_tuples.register(told["named"])
-    return BoundaryLayout(
-        pytree.treespec_loads(told["structure"]), tuple(_decode(x) for x in told["leaves"])
-    )
+    structure = pytree.treespec_loads(told["structure"])
+    leaves = tuple(_decode(x) for x in told["leaves"])
+    is_tensor = structure.is_leaf() and isinstance(leaves[0], TensorKind)
+    return BoundaryLayout(LEAF if is_tensor else structure, leaves)
 
 
 class HeaderWriter:
@@ -136,9 +143,12 @@ class HeaderReader:
 
     def decode(self, first: Tensor, receive: Callable[[int], Tensor]) -> BoundaryLayout:
         """Return the layout of a header; ``receive`` gets the length of a second message."""
+        content = first.numpy().tobytes()
+        if self._boundary is not None and content == self._last:
+            return self._boundary
         count = rest_of_header(first)
         rest = receive(count) if count else None
-        content = first.numpy().tobytes() + (b"" if rest is None else rest.numpy().tobytes())
+        content += b"" if rest is None else rest.numpy().tobytes()
         if self._boundary is None or content != self._last:
             self._last, self._boundary = content, from_header(first, rest)
         return self._boundary

@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from pipollux_hybrid.errors import ConfigurationError
 
 from .batchnorm import deferred_layers
+from .stage import NOTHING
 
 SMALL_BYTES = 1 << 16
 """Maximum bytes of a buffer that is copied before every forward, without being known to change."""
@@ -52,17 +53,16 @@ class BufferValues:
         self._start: Values = []
         self._changing: set[tuple[nn.Module, str]] | None = None
 
-    @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
+    def forward(self, microbatch: int) -> AbstractContextManager[None]:
         """Run the first forward of a micro-batch."""
         if not self._once:
-            yield
-        elif microbatch == 0:
-            self._start = [Value(x, n, _copy(x._buffers.get(n, ABSENT))) for x, n in self._once]
-            yield
-        else:
-            with self.replaced(self._start):
-                yield
+            return NOTHING
+        return self._first_forward() if microbatch == 0 else self.replaced(self._start)
+
+    @contextmanager
+    def _first_forward(self) -> Iterator[None]:
+        self._start = [Value(x, n, _copy(x._buffers.get(n, ABSENT))) for x, n in self._once]
+        yield
 
     @contextmanager
     def kept(self) -> Iterator[Values]:

@@ -41,8 +41,10 @@ class Contributions:
 
     def add(self, value: PyTree, output: PyTree) -> None:
         """Count a micro-batch, if it has a graph; log the counts at the end of a batch."""
+        if self._batches > CHECKED_STEPS:
+            return
         roots = [x for x in tensors_of(output) if x.requires_grad]
-        if self._batches > CHECKED_STEPS or not roots or not torch.is_grad_enabled():
+        if not roots or not torch.is_grad_enabled():
             return
         for node in nodes_between(tensors_of(value), roots):
             if (weight := getattr(node, "variable", None)) is not None:

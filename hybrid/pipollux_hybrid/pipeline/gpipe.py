@@ -1,6 +1,8 @@
 """One forward of a batch through the stages, in GPipe's order.
 
 The clock, the copies between devices and the worker threads are torchgpipe's (Kim et al., 2020).
+Stages that share one device run in the caller's thread instead, one after the other as they would
+in its worker.
 Floating point tensors of a PyTree use its differentiable copies; other values are passed
 separately. Micro-batch i is in stage j at tick i + j::
 
@@ -11,8 +13,10 @@ separately. Micro-batch i is in stage j at tick i + j::
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +37,28 @@ from .skip import SkipTracker
 from .stage import Stage
 from .thread_state import ThreadLocalState
 from .transfer import Boundary, Tensors
+
+
+class _Here:
+    """Runs the tasks of a device in the caller's thread, in place of a worker and its queues."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._results: deque[tuple[bool, Any]] = deque()
+
+    def put(self, task: Task) -> None:
+        """Run a task."""
+        try:
+            with use_device(self._device):
+                batch = task.compute()
+        except Exception:  # raised when its result is taken, as torchgpipe's workers do
+            self._results.append((False, sys.exc_info()))
+        else:
+            self._results.append((True, (task, batch)))
+
+    def get(self) -> tuple[bool, Any]:
+        """Return whether the next task succeeded, and its result or error."""
+        return self._results.popleft()
 
 
 class StageCall:
@@ -136,7 +162,7 @@ class PipelineRun(Pipeline):
 
     def forward(self) -> list[PyTree]:
         """Run all micro-batches through all stages; return their outputs, on the last device."""
-        with spawn_workers(self.devices) as queues:
+        with self._workers() as queues:
             for tick in clock_cycles(len(self.batches), len(self.partitions)):
                 self._carry(tick)
                 self._compute(tick, *queues)
@@ -145,6 +171,13 @@ class PipelineRun(Pipeline):
             boundary.restore(tuple(batch), device)
             for boundary, batch in zip(self._boundaries, self.batches, strict=True)
         ]
+
+    def _workers(self) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any]]]:
+        """Return where tasks of each stage are put, and their results are taken from."""
+        if any(device != self.devices[0] for device in self.devices):
+            return spawn_workers(self.devices)
+        here = [_Here(self.devices[0])] * len(self.devices)
+        return nullcontext((here, here))
 
     def _carry(self, tick: Sequence[tuple[int, int]]) -> None:
         """Pass outputs to the next stage, like torchgpipe's fence."""

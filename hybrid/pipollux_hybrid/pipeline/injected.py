@@ -42,8 +42,10 @@ class InjectionCheck:
         """Check a forward, if it has a graph and is among the first ones; raise a
         ConfigurationError if parameters or the input get a gradient although the output has none.
         """
+        if self._forwards >= CHECKED_FORWARDS:
+            return
         roots = [x for x in tensors_of(output) if x.requires_grad]
-        if self._forwards >= CHECKED_FORWARDS or not roots or not torch.is_grad_enabled():
+        if not roots or not torch.is_grad_enabled():
             return
         self._forwards += 1
         custom = set(_custom_functions(roots, tensors_of(value))) - self._cleared

@@ -26,10 +26,14 @@ Structure: TypeAlias = pytree.TreeSpec
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Types of values besides tensors in a PyTree: they mean the same on every device."""
+LEAF: Structure = pytree.tree_structure(0)
+"""The structure of a single tensor, by far the most frequent PyTree: it is compared by identity."""
 
 
 def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
     """Return a PyTree's leaves and structure; a ConfigurationError for unsupported leaves."""
+    if isinstance(value, Tensor):
+        return [value], LEAF
     leaves, structure = pytree.tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)) and leaf is not None:
@@ -42,6 +46,9 @@ def flatten(value: PyTree, what: str) -> tuple[list[Any], Structure]:
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> PyTree:
     """Return the PyTree with these leaves."""
+    if structure is LEAF:
+        (value,) = leaves
+        return value
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -68,6 +75,8 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
         >>> [x["ids"].tolist() for x in scatter({"ids": torch.arange(3), "scale": 2}, [2, 1])]
         [[0, 1], [2]]
     """
+    if isinstance(batch, Tensor):
+        return list(batch.split(list(sizes)))
     flatten(batch, "the input of the model")
     leaves, structure = pytree.tree_flatten(batch, is_leaf=is_marked)
     columns = [_cut(leaf, sizes) for leaf in leaves]
@@ -104,7 +113,7 @@ def gather(outputs: Sequence[PyTree], sizes: Sequence[int]) -> PyTree:
         return outputs[0]
     flat = [flatten(output, "the output of the model") for output in outputs]
     structure = flat[0][1]
-    if any(other != structure for _, other in flat):
+    if any(other is not structure and other != structure for _, other in flat):
         raise ConfigurationError(
             "the model returned a PyTree of another structure for another micro-batch: return the "
             "same tuple, list or dict for every input"

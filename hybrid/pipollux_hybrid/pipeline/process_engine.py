@@ -117,7 +117,7 @@ class ProcessEngine:
         """Continue with the same processes in other groups, between two batches."""
         self._group, self._row = group, row
         for chunk in self.chunks:
-            chunk.group, chunk.row = group, row
+            chunk.rejoin(group, row)
 
     @property
     def devices(self) -> list[torch.device]:

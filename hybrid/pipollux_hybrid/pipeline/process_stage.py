@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ from .carried import CarriedValues
 from .guards import BeforeForward, StageGuards
 from .microbatch import PyTree, tensors_of
 from .same_again import OTHERWISE, Kept
-from .stage import Stage
+from .stage import NOTHING, Stage
 from .stage_notes import StageNotes
 
 LossOfMicrobatch: TypeAlias = Callable[[tuple[Tensor, ...], Any], Tensor]
@@ -72,6 +73,20 @@ class ArrivingGradients(NamedTuple):
     buffers: list[Tensor]
 
 
+@dataclass
+class _Forward:
+    """Input of a stage's next forward; an :class:`nn.Module` is slow to change attributes."""
+
+    arriving: BoundaryLayout | None = None
+    """Layout of the input; None for the first stage."""
+    leaving: BoundaryLayout | None = None
+    """Layout of the last forward's output."""
+    recomputes: bool = False
+    """Whether it keeps only its input."""
+    microbatch: int | None = None
+    """Number of its micro-batch, if forwards are checked."""
+
+
 class _Layers(nn.Module):
     """The layers of a stage, between the plain tensors of schedules."""
 
@@ -80,33 +95,25 @@ class _Layers(nn.Module):
         self.stage = stage
         stage.skips = self.skips = skips
         self.guards = StageGuards(stage)
-        self.arriving: BoundaryLayout | None = None
-        """Layout of the next forward's input; None for the first stage."""
-        self.leaving: BoundaryLayout | None = None
-        """Layout of the last forward's output."""
-        self.recomputes = False
-        """Whether the next forward keeps only its input."""
-        self.microbatch: int | None = None
-        """Number of the next forward's micro-batch, if forwards are checked."""
+        self.now = _Forward()
+        name, carried = stage.output_name, skips.names
+        self.output_name = f"{name} with its skip connections {carried}," if carried else name
+        """Name of the stage's output in messages."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        message = inputs[0] if self.arriving is None else self.arriving.value(inputs)
+        now = self.now
+        message = inputs[0] if now.arriving is None else now.arriving.value(inputs)
         value, passing = self.skips.split(message)
-        output = self._recomputed(value) if self.recomputes else self._run(value)
-        if self.microbatch is not None:
+        output = self._recomputed(value) if now.recomputes else self._run(value)
+        if now.microbatch is not None:
             self.guards.check(value, output)
-        self.leaving, tensors = describe(self.skips.join(output, passing), self.output_name)
+        now.leaving, tensors = describe(self.skips.join(output, passing), self.output_name)
         return tuple(tensors)
 
-    @property
-    def output_name(self) -> str:
-        """What messages call the stage's output."""
-        name, carried = self.stage.output_name, self.skips.names
-        return f"{name} with its skip connections {carried}," if carried else name
-
     def _run(self, value: PyTree) -> PyTree:
-        if self.microbatch is not None and not is_recomputing():
-            return self.guards.changes.run(self.microbatch, value)
+        microbatch = self.now.microbatch
+        if microbatch is not None and not is_recomputing():
+            return self.guards.changes.run(microbatch, value)
         return self.stage(value)
 
     def _recomputed(self, value: PyTree) -> PyTree:
@@ -167,12 +174,20 @@ class ProcessStage(PipelineStage):
         self._sending: list[Any] = []
         """Pending sends of headers and flags, which are complete at the end of the step."""
         self.notes, self._row = notes, stage.index
+        self._ranks: dict[int, int] = {}
+        """Global ranks of neighbours in the group, by stage."""
+
+    def rejoin(self, group: dist.ProcessGroup, row: HostGroup) -> None:
+        """Continue with the same processes in other groups, between two batches."""
+        self.group, self.row = group, row
+        self._ranks.clear()
 
     @property
     def leaving(self) -> BoundaryLayout:
         """Layout of the stage's last output."""
-        assert self._layers.leaving is not None  # noqa: S101  # a forward came before
-        return self._layers.leaving
+        leaving = self._layers.now.leaving
+        assert leaving is not None  # noqa: S101  # a forward came before
+        return leaving
 
     def begin(self, num_microbatches: int, *, recomputed: int, has_backward: bool) -> None:
         """Start a step of M micro-batches; the first ``recomputed`` ones keep only their input."""
@@ -206,14 +221,14 @@ class ProcessStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Run the forward of a micro-batch; see :class:`PipelineStage`."""
-        layers = self._layers
-        layers.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
-        layers.microbatch = fwd_chunk_id if self._checks else None
+        layers, guards = self._layers, self._layers.guards
+        layers.now.recomputes = fwd_chunk_id < self._recomputed and torch.is_grad_enabled()
+        layers.now.microbatch = fwd_chunk_id if self._checks else None
         with (
             self.notes.computing(self._row, fwd_chunk_id, "forward"),
-            _in_layers(),
-            layers.guards.buffers.forward(fwd_chunk_id),
-            nullcontext() if self.is_last else layers.guards.attributes.without_losses(),
+            _IN_LAYERS,
+            guards.buffers.forward(fwd_chunk_id),
+            NOTHING if self.is_last else guards.attributes.without_losses(),
         ):
             output = layers(*(args if self.is_first else self._arrived(fwd_chunk_id)))
         self._outputs[fwd_chunk_id] = output
@@ -237,13 +252,14 @@ class ProcessStage(PipelineStage):
         """Do nothing: sent tensors are released at the end of the step. Called by torch >= 2.15."""
 
     def _arrived(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        arriving = self._layers.arriving = self._arriving[fwd_chunk_id]
-        wanted = self.has_backward and torch.is_grad_enabled()
+        arriving = self._layers.now.arriving = self._arriving[fwd_chunk_id]
         arrived = self._inputs[fwd_chunk_id] = [
             x.to(self.device) for x in self._inputs[fwd_chunk_id]
         ]
-        pairs = zip(arrived, arriving.kinds, strict=True)
-        return tuple(x.requires_grad_(wanted and kind.requires_grad) for x, kind in pairs)
+        if self.has_backward and torch.is_grad_enabled():
+            for x, kind in zip(arrived, arriving.kinds, strict=True):
+                x.requires_grad_(kind.requires_grad)
+        return tuple(arrived)
 
     # --- backwards ---------------------------------------------------------------------------
 
@@ -279,7 +295,7 @@ class ProcessStage(PipelineStage):
                 else self._received_roots(bwd_chunk_id, outputs)
             )
             if roots:
-                with _in_layers():
+                with _IN_LAYERS:
                     self._layers.backward(roots)
 
     def _received_roots(self, chunk: int, outputs: tuple[Tensor, ...]) -> Roots:
@@ -315,8 +331,10 @@ class ProcessStage(PipelineStage):
         return tensor.contiguous().to(self._carrier)
 
     def _rank_of(self, stage: int) -> int:
-        assert self.group is not None  # noqa: S101  # set by the constructor
-        return dist.get_global_rank(self.group, self._process_of(stage))
+        if stage not in self._ranks:
+            assert self.group is not None  # noqa: S101  # set by the constructor
+            self._ranks[stage] = dist.get_global_rank(self.group, self._process_of(stage))
+        return self._ranks[stage]
 
     def _process_of(self, stage: int) -> int:
         return int(self.stage_index_to_group_rank[stage])
@@ -334,13 +352,18 @@ class ProcessStage(PipelineStage):
         return message
 
 
-@contextmanager
-def _in_layers() -> Iterator[None]:
-    """Wrap errors of layers in an error with a cause, like torch, unlike errors of messages."""
-    try:
-        yield
-    except Exception as error:  # any error of the user's layers
-        raise RuntimeError(f"a layer failed: {error}") from error
+class _InLayers:
+    """Wraps errors of layers in an error with a cause, like torch, unlike errors of messages."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: Any, error: BaseException | None, _traceback: Any) -> None:
+        if isinstance(error, Exception):  # any error of the user's layers
+            raise RuntimeError(f"a layer failed: {error}") from error
+
+
+_IN_LAYERS = _InLayers()
 
 
 class _AroundForwards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,10 @@ from .microbatch import PyTree, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from .carried import CarriedValues
+
+
+NOTHING = nullcontext()
+"""A context without effect, for the many micro-batches with nothing to check or record."""
 
 
 class _Thread(threading.local):
@@ -111,7 +116,10 @@ class Stage(nn.Sequential):
 
     def _trains(self) -> bool:
         # The stage's own flag is not set: its layers are children of the user's module.
-        return any(layer.training for layer in self._modules.values() if layer is not None)
+        for layer in self._modules.values():  # noqa: SIM110  # any() takes longer, in each forward
+            if layer is not None and layer.training:
+                return True
+        return False
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -146,9 +154,12 @@ def name_place(error: Exception, place: str) -> None:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
     """Return how often each tensor was changed in place; None if PyTorch does not count."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return [tensor._version for tensor in tensors]
+    versions = []
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        versions.append(tensor._version)
+    return versions
 
 
 def _equal(copies: Sequence[Tensor], originals: Sequence[Tensor]) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple
+
+from .stage import NOTHING
 
 Work = Literal[
     "forward",
@@ -56,12 +58,14 @@ class StageNotes:
         spans, self._spans = self._spans or [], None
         return spans
 
-    @contextmanager
-    def computing(self, stage: int, microbatch: int, work: Work) -> Iterator[None]:
+    def computing(self, stage: int, microbatch: int, work: Work) -> AbstractContextManager[None]:
         """Record the work in this context."""
         if self._spans is None:
-            yield
-            return
+            return NOTHING
+        return self._computing(stage, microbatch, work)
+
+    @contextmanager
+    def _computing(self, stage: int, microbatch: int, work: Work) -> Iterator[None]:
         start = self._close()
         yield
         self._computed = self._clock()

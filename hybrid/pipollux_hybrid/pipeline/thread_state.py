@@ -1,8 +1,8 @@
 """The script's thread-local state around a forward, restored in the threads that run stages.
 
-Stages run in worker threads, and in autograd threads when recomputed, which lack the contexts
-entered around the forward: a forward under ``torch.autocast`` would run in float32 and be
-recomputed in bfloat16.
+Stages run in worker threads if they are on several devices, and in autograd threads when
+recomputed, which lack the contexts entered around the forward: a forward under ``torch.autocast``
+would run in float32 and be recomputed in bfloat16.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ThreadLocalState:
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 now = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                if now != (enabled, dtype):
+                if now != (enabled, dtype) or (enabled and torch.is_autocast_cache_enabled()):
                     # Without the cache of cast weights, which must not outlive a forward without
                     # gradients: a later recomputation would use weights without gradients.
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pipollux_protocol.environment import RENDEZVOUS, VARIABLES
+
 VALUE_LIMIT = 32 * 1024
 TOTAL_LIMIT = 256 * 1024
 """Largest number of characters of all names and values; Linux limits them to some megabytes."""
@@ -15,16 +17,19 @@ _RESERVED = re.compile(
     r"(PIPOLLUX|TORCHELASTIC|PET)_.*|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
     r"|ROLE_NAME|PYTHON_EXEC|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|CUDA_VISIBLE_DEVICES"
 )
+_FOR_USERS = {variable.name for variable in VARIABLES if variable.set_by == "user"} - {
+    RENDEZVOUS.name  # jobs of a scheduler refuse it
+}
 
 
 def is_reserved(name: str) -> bool:
     """Return whether only the scheduler may set a variable, because it identifies a replica.
 
     Example:
-        >>> [name for name in ("RANK", "SEED", "PIPOLLUX_TOKEN") if is_reserved(name)]
+        >>> [name for name in ("RANK", "PIPOLLUX_TIMEOUT", "PIPOLLUX_TOKEN") if is_reserved(name)]
         ['RANK', 'PIPOLLUX_TOKEN']
     """
-    return _RESERVED.fullmatch(name) is not None
+    return name not in _FOR_USERS and _RESERVED.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:

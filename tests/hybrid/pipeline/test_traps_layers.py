@@ -20,6 +20,8 @@ from tests.hybrid.pipeline.trap_cases import (
     wrap,
 )
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_an_in_place_first_layer_of_a_stage(checkpoint: str) -> None:

@@ -21,6 +21,8 @@ from tests.hybrid.pipeline.trap_cases import (
     fresh_context,  # noqa: F401  # a fixture, which pytest finds by its name
 )
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 class NotesDtype(nn.Module):
     """Linear; notes the dtype it computes in."""
@@ -29,10 +31,12 @@ class NotesDtype(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.seen: list[torch.dtype] = []
+        self.cached = False
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         self.seen.append(y.dtype)
+        self.cached |= torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
         return y
 
 
@@ -56,6 +60,8 @@ def test_outer_autocast_reaches_stages_and_their_recomputation(
     for layer in module:
         assert isinstance(layer, NotesDtype)
         assert layer.seen == [torch.bfloat16] * (3 + recomputed)
+        # A cast without a graph must not be used by the recomputation.
+        assert not layer.cached
     # Rounding to bfloat16 differs with the size of a batch; 8 bits of mantissa are left.
     assert_close(gradients(module), gradients(plain), 2e-2)
 

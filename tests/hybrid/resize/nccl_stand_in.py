@@ -270,7 +270,9 @@ def backend() -> str:
     A job that is not elastic is over gloo.
     """
     name = os.environ.get("BACKEND", "gloo")
-    if name != "stand-in" or not os.environ.get("PIPOLLUX_RENDEZVOUS"):
+    scheduled = os.environ.get("PIPOLLUX_ELASTIC") == "1" and "PIPOLLUX_SCHEDULER_URL" in os.environ
+    elastic = bool(os.environ.get("PIPOLLUX_RENDEZVOUS")) or scheduled
+    if name != "stand-in" or not elastic:
         return "gloo" if name == "stand-in" else name
     device_groups.BACKENDS["nccl"] = StandIn
     if os.environ.get("MUTANT") == "no host wait":

@@ -422,6 +422,7 @@ OF_ONE_REPLICA = {
     "Interleaved",
     "RemoteLayer",
     "ProcessStage",
+    "_Forward",
     "_Layers",
     "_OneForwardOneBackward",
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.cli.app import app
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.variables import TOTAL_LIMIT, VALUE_LIMIT, is_reserved
@@ -17,6 +18,7 @@ RESERVED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("PIPOLLUX_TOKEN", "PIPOLLUX_STORE", "TORCHELASTIC_RUN_ID", "PET_NNODES"),
+    *("PIPOLLUX_ELASTIC", "PIPOLLUX_RENDEZVOUS", "PIPOLLUX_DEVICES"),
     *("CUDA_VISIBLE_DEVICES", "PYTHON_EXEC", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
 )
 
@@ -28,6 +30,17 @@ def test_what_the_scheduler_sets_is_refused(name: str) -> None:
         parse_job({"name": "toy", "script": SCRIPT, "environment": {name: "1"}})
     sentence = f"job: environment: '{name}' is set by the scheduler; remove it here"
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "name", ["PIPOLLUX_ELASTIC_NCCL", "PIPOLLUX_TIMEOUT", "PIPOLLUX_TRACE_DIR"]
+)
+def test_what_only_users_set_is_allowed(name: str) -> None:
+    assert not is_reserved(name)
+    job = parse_job({"name": "toy", "script": SCRIPT, "environment": {name: "1"}})
+    assert job.environment == {name: "1"}
+    assert name not in inherited({name: "1"})
+    assert inherited({name: "1"}, [name]) == {name: "1"}
 
 
 @pytest.mark.parametrize(
