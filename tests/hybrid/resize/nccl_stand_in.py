@@ -241,8 +241,14 @@ class StandIn:
 
     device_type = "cpu"
 
-    def enter(self, index: int | None) -> None:
-        assert index is None
+    def current(self) -> torch.device:
+        return torch.device("cpu")
+
+    def enter(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
+    def probe(self, device: torch.device) -> None:
+        torch.ones(1, device=device).add_(1.0).item()
 
     def make(self, store: Any, rank: int, size: int, cpu: Any, _seconds: float) -> Any:
         return Group(dist.PrefixStore("device", store), rank, size, cpu)

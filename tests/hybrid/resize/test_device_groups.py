@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipollux_hybrid.job import device_groups
+from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
@@ -79,6 +80,27 @@ def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: Ma
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+@pytest.mark.parametrize("processes", first(1, ["1", "2"]))
+def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
+    make_job: MakeJob, processes: str
+) -> None:
+    """The one whose device is well says so, too: both begin again."""
+    dies = "1:7:backward" if processes == "1" else "1.0:7:backward"
+    job = make_job(DyingJob, DIES=dies, OPTIONS="breaks-2", PROCESSES=processes)
+    job.begin(3)
+    codes = [program.wait() for program in job.programs]
+    told = zip(codes, job.errors(), strict=True)
+    said = (
+        "cannot continue without a restart: cpu of a surviving replica cannot be used without a "
+        "new process (CUDA error: an illegal memory access was encountered)"
+    )
+    survivors = [(code, said in errors) for code, errors in told if code != -signal.SIGKILL]
+    if processes == "2":  # the other process of the replica that was lost
+        survivors.remove((1, False))
+    assert survivors == [(1, True)] * 2 * int(processes), job.errors()
+    job.programs.clear()
+
+
 def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
     """The stand-in would show nothing, if a product without the wait trained as well."""
     cases = {"BACKEND": "gloo"}, {}, {"MUTANT": "no host wait"}
@@ -125,6 +147,37 @@ def test_a_sum_is_garbage_until_the_host_has_waited() -> None:
     for before, after in run_replicas(queue_a_sum, 2):
         assert math.isnan(before)
         assert after == 2.0
+
+
+def connect_two_devices() -> list[Any]:
+    """Sums for the communicators of two devices, and then of one that a process does not have."""
+    group = join()
+    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    shared = device_groups.place([*devices, devices[0]])
+    sums, launch = [], group.allreduce
+
+    def counted(tensors: Any) -> Any:
+        sums.append(tensors)
+        return launch(tensors)
+
+    group.allreduce = counted  # type: ignore[method-assign]  # of a process of this test's own
+    device_groups.connect([group], 60.0)
+    count = len(sums)
+    if group.rank() == 1:
+        device_groups.place(devices[:1])
+    said = ""
+    try:
+        device_groups.connect([group], 0.5)
+    except RuntimeError as error:
+        said = str(error)
+    group.gloo.barrier().wait()
+    group.abort()
+    return [shared, count, said]
+
+
+def test_the_communicators_of_all_devices_are_made_in_time_or_given_up() -> None:
+    late = "a collective on cpu:0 took longer than 0.5 s"
+    assert run_replicas(connect_two_devices, 2) == [["0, 1, 0", 2, late], ["0, 1, 0", 2, ""]]
 
 
 def connect_to_one_that_is_gone() -> list[str]:
