@@ -65,6 +65,7 @@ def init_process_group(
         ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and a scheduler runs the job, the
             backend is NCCL without ``PIPOLLUX_ELASTIC_NCCL``, or this attempt does not match the
             job in the folder: it has several replicas, or another number of processes per replica.
+        ConfigurationError: A scheduler started this replica to join a job, and it cannot join.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` is not writable or not shared, or none of its
             checkpoints can be restored.
     """

@@ -1,6 +1,6 @@
 """Elastic resizes and recovery where collectives behave like NCCL's (nccl_stand_in.py).
 
-The tests of resizes, deaths and fault points run over it as over gloo with ``STAND_IN=1``.
+The tests of resizes, deaths, fault points and runs of any shape run over it as over gloo (`over`).
 """
 
 from __future__ import annotations
@@ -43,33 +43,19 @@ def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
             pass
 
 
-def add(job: ChangingJob) -> None:
-    if job.processes > 1:
-        job.add_stages()
-    else:
-        job.add()
-
-
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_replicas_join_and_leave(make_job: MakeJob, processes: str) -> None:
-    job = make_job(ChangingJob, CHANGES="5,9,13", PROCESSES=processes)
+@pytest.mark.exhaustive
+def test_a_joining_replica_with_another_backend_is_refused(make_job: MakeJob) -> None:
+    job = make_job(ChangingJob, CHANGES="5")
     job.begin(1)
     job.wait_until_at(5)
-    add(job)
-    job.wait_until_at(9)
-    add(job)
-    job.wait_until_at(13)
-    job.ask_to_leave(0, 3)
+    other = job.add(BACKEND="gloo")
+    assert other.wait() == 1
+    said = "the backend is nccl in the job and gloo here; PIPOLLUX_ELASTIC_NCCL is 1 in the job and"
+    assert said in other.errors
+    job.programs.remove(other)
+    job.add()
     job.wait()
-    assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2], job.errors()
-
-
-def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob) -> None:
-    job = make_job(DyingJob, DIES="1:7:backward")
-    job.begin(3)
-    job.finish()
-    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
-    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+    assert [replicas for _, replicas in job.check()] == [1, 2], job.errors()
 
 
 def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: MakeJob) -> None:

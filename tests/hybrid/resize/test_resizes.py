@@ -32,6 +32,7 @@ def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator
             pass
 
 
+@pytest.mark.usual_over_stand_in
 @pytest.mark.parametrize("kind", first(1, KINDS))
 def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     make_job: MakeJob, kind: str

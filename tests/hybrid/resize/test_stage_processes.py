@@ -31,6 +31,7 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
     job.wait()
 
 
+@pytest.mark.usual_over_stand_in
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
     """With both of its processes; every sample is taken once. A skip connection goes over both."""
     job = make_job(CHANGES="5,9", LAYERS="skips", **{**STAGES, "EPOCHS": "1"})
