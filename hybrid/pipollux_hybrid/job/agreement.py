@@ -8,6 +8,7 @@ settings themselves only if the digests differ, to report the differences.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ NAMED = 3
 """Number of differences that a message lists; one mistake often causes dozens."""
 READ_SECONDS = 10.0
 """Seconds that the process with the store waits for others to read why they cannot begin."""
+_agreements = itertools.count()
+"""Numbers of the comparisons by a store, which may be that of earlier groups."""
 
 
 def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
@@ -61,16 +64,17 @@ def agree_by_store(
     """Compare settings as :func:`agree` does, before the processes have a group. Raises a
     ConfigurationError on every process if they differ.
     """
-    keys = [f"pipollux-settings-{other}" for other in range(size)]
+    prefix = f"pipollux-{next(_agreements)}"
+    keys = [f"{prefix}-settings-{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(_texts(settings)))
     if rank == 0:
         everyone = [json.loads(store.get(key)) for key in keys]
         alike = all(texts == everyone[0] for texts in everyone)
-        store.set("pipollux-refusal", "" if alike else _refusal(where, everyone))
-    refusal = store.get("pipollux-refusal").decode()
+        store.set(f"{prefix}-refusal", "" if alike else _refusal(where, everyone))
+    refusal = store.get(f"{prefix}-refusal").decode()
     if not refusal:
         return
-    read = [f"pipollux-read-{other}" for other in range(size)]
+    read = [f"{prefix}-read-{other}" for other in range(size)]
     store.set(read[rank], "1")
     if rank == 0:  # the store may end with this process
         with suppress(RuntimeError):

@@ -175,9 +175,10 @@ def place(devices: Sequence[torch.device]) -> str | None:
     backend = _current.backend
     if backend is None:
         return None
-    placed = [backend.current() if device.index is None else device for device in devices]
+    kind, current = backend.device_type, backend.current()
+    placed = [current if x == torch.device(kind) else x for x in devices]
     found = [*dict.fromkeys(placed)]
-    _current.devices = [x for x in found if x.type == backend.device_type] or _current.devices
+    _current.devices = [x for x in found if x.type == kind] or _current.devices
     return ", ".join(str(found.index(device)) for device in placed)
 
 
@@ -248,15 +249,15 @@ def connect(
 ) -> None:
     """Make the communicators of groups on each device of this process, in their first collectives;
     all processes of each group call this with their groups in the same order, and have as many
-    devices. Raises a RuntimeError if all of that takes longer, or once a member is ``gone``.
+    devices. Raises a RuntimeError if one takes longer, or once a member is ``gone``.
     """
-    backend, began_at = _current.backend, time.monotonic()
+    backend = _current.backend
     if backend is None:
         return
     for group, device in itertools.product(groups, _current.devices):
         count = torch.ones(1, device=device)
         group.allreduce([count]).wait()
-        _wait(backend, device, seconds, [group], gone, began_at)
+        _wait(backend, device, seconds, [group], gone)
         if count.item() != group.size():
             raise RuntimeError(f"{count.item():g} of {group.size()} processes have connected")
 
@@ -267,11 +268,9 @@ def _wait(
     seconds: float,
     groups: list[Any],
     gone: Callable[[], bool],
-    began_at: float | None = None,
 ) -> None:
     """Wait for the device; abort ``groups`` and raise a RuntimeError if that fails."""
-    began_at = time.monotonic() if began_at is None else began_at
-    passed, end = backend.fence(device), began_at + seconds
+    passed, end = backend.fence(device), time.monotonic() + seconds
     while not passed():
         if gone():
             _abort(backend, groups)

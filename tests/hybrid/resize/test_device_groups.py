@@ -135,6 +135,34 @@ def test_a_sum_is_garbage_until_the_host_has_waited() -> None:
         assert after == 2.0
 
 
+class Gpus(StandIn):
+    """A library for GPUs, of which this machine has none."""
+
+    device_type = "cuda"
+
+    def current(self) -> torch.device:
+        return torch.device("cuda", 3)
+
+
+def test_groups_have_the_devices_of_the_stages() -> None:
+    device_groups.BACKENDS["gpus"] = Gpus
+    try:
+        assert device_groups.place([torch.device("cuda", 1)]) is None
+        device_groups.use("gpus", 60.0)
+        found = []
+        for names in (["cpu"], ["cuda:1", "cuda", "cuda:1", "cuda:3"], ["cpu", "cuda:2"]):
+            shared = device_groups.place([torch.device(name) for name in names])
+            found.append((shared, [str(device) for device in device_groups._current.devices]))
+    finally:
+        device_groups.forget()
+        del device_groups.BACKENDS["gpus"]
+    assert found == [
+        ("0", ["cuda:3"]),
+        ("0, 1, 0, 1", ["cuda:1", "cuda:3"]),
+        ("0, 1", ["cuda:2"]),
+    ]
+
+
 def connect_two_devices() -> list[Any]:
     """Sums for the communicators of two devices, and then of one that a process does not have."""
     group = join()
