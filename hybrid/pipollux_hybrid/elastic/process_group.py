@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
 from pipollux_hybrid.errors import ConfigurationError
@@ -133,7 +134,7 @@ def _meet(settings: Mapping[str, str | None], timeout: float) -> Store:
     form different groups, which else wait for each other until their timeout.
     """
     wait = timedelta(seconds=timeout)
-    store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+    store, rank, size = next(torch_rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
     agree_by_store(store, rank, size, "their process groups", settings)
     return PrefixStore("default_pg", store)  # as torch names it

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 from torch import nn
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_protocol import environment as variables

@@ -141,7 +141,8 @@ class Memory:
 
 
 def _split(piece: Piece, content: Tensor) -> Sequence[Tensor]:
-    return content.split([end - begin for _, begin, end in piece.slices])
+    parts: Sequence[Tensor] = content.split([end - begin for _, begin, end in piece.slices])
+    return parts
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
+from pipollux_hybrid.job.context import context
 from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
@@ -161,6 +164,19 @@ def test_groups_have_the_devices_of_the_stages() -> None:
         ("0, 1, 0, 1", ["cuda:1", "cuda:3"]),
         ("0, 1", ["cuda:2"]),
     ]
+
+
+def test_a_model_says_which_devices_its_stages_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a comparison with the other replicas, also with those that join later."""
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", StandIn)
+    device_groups.use("nccl", 60.0)
+    try:
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        HybridParallel(module, optimizer, devices=["cpu", "cpu:0", "cpu"], num_stages=3)
+        assert context().control.settings["devices"] == "0, 1, 0"
+    finally:
+        device_groups.forget()
 
 
 def connect_two_devices() -> list[Any]:
