@@ -114,7 +114,7 @@ class Recovery:
         abort_all()
         broken = find_broken_device()
         me = self._about_me(broken)
-        if not broken:
+        if not broken:  # else this process ends, and torch would use the device
             leave_default()
         try:
             pending, everyone = self._form(lost, me)

@@ -1,6 +1,7 @@
 """Collectives that behave like NCCL's, over gloo, on tensors of the CPU.
 
-No test could see on a CPU that a program relies on something that holds for gloo alone. So:
+No test could see on a CPU that a program relies on something that holds for gloo alone. So the
+tests of resizes, deaths and faults run over this as well (`over` in conftest.py):
 
 * ``wait()`` of a collective returns at once. Until the host has waited for the "device", by the
   fence of :class:`StandIn`, its results are garbage: a program that uses them earlier fails.
