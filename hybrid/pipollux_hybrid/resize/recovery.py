@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
@@ -291,6 +293,8 @@ class Recovery:
             found = [json.loads(content) for content in contents]
             if not any(x["reason"] for x in found):  # else all give up, some without a device
                 pending.connect(PATIENCE, lambda: bool(members & self._gone(lost)))
+                # Whoever enters closes connections, and so is gone for those still connecting.
+                pending.control.all_gather(torch.tensor([1]), PATIENCE)
         except RuntimeError:
             return None
         return found

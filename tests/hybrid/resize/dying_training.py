@@ -144,6 +144,28 @@ def abort_late() -> None:
     peers.abort_device_groups = abort  # type: ignore[assignment]  # of a process of this test's own
 
 
+def lag_behind() -> None:
+    """Have the device be late in the sums that connect the next groups, until it was asked again
+    after another replica is gone from here, if one is.
+    """
+    original = StandIn.fence
+
+    def fence(self: StandIn, device: torch.device) -> Callable[[], bool]:
+        passed, watch, end = original(self, device), context().watch, time.monotonic() + 3.0
+        if dist.is_initialized() or watch is None:
+            return passed
+        known, asked = watch.gone(), 0
+
+        def late() -> bool:
+            nonlocal asked
+            asked += watch.gone() != known
+            return (asked > 1 or time.monotonic() > end) and passed()
+
+        return late
+
+    StandIn.fence = fence  # type: ignore[method-assign]  # of a process of this test's own
+
+
 def break_device() -> None:
     """Have the device fail for good, as after an access to memory of a process that is gone."""
 
@@ -222,6 +244,8 @@ def main() -> None:
         fail_once(deaths, int(os.environ["BEHIND_AT"]))
     if f"misses-{deaths.rank}.{context().env.stage}" in options:
         miss_once(deaths, int(os.environ["BEHIND_AT"]))
+    if f"lags-{deaths.rank}" in options:
+        lag_behind()
     if f"breaks-{deaths.rank}" in options:
         break_device()
     if "aborts-late" in options:

@@ -70,6 +70,15 @@ def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: Ma
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> None:
+    """Those that are early close connections, which is not to pass for their end."""
+    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="lags-2")
+    job.begin(3)
+    job.finish()
+    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
+    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
 @pytest.mark.parametrize("processes", first(1, ["1", "2"]))
 def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
     make_job: MakeJob, processes: str
