@@ -15,6 +15,7 @@ from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job import device_groups
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
@@ -173,6 +174,7 @@ class HybridParallel(PipelineModel):
         orders = choose_orders(ctx, schedule, chunks_per_stage, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         make_current(chosen[ctx.env.stage])
+        shared = device_groups.place(chosen if ctx.mesh is None else [chosen[ctx.env.stage]])
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
         spec.checkpoint_mode = joined_modes(modes)
@@ -190,7 +192,8 @@ class HybridParallel(PipelineModel):
         interval = check_interval(check_replicas, ctx.env.check_replicas)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
-        agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage, "devices": None}
+        agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage}
+        agreed |= {"devices": shared}  # which may have other indices
         agreed |= {"bucket_bytes": bucket_bytes, "activation_checkpoint": agreed.pop("checkpoint")}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers

@@ -7,6 +7,7 @@ pipeline). Without torchrun, which sets their ranks, a script is a job of one re
 from __future__ import annotations
 
 import atexit
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,17 +15,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job import device_groups, signals
+from pipollux_hybrid.job.agreement import agree_by_store
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.groups import register_backend
 from pipollux_hybrid.job.membership import Announcement
 from pipollux_hybrid.resize.elastic_membership import find_job, start_elastic_membership
 from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_protocol import environment as variables
 
 from .step_boundary import acknowledge
 
@@ -61,6 +66,7 @@ def init_process_group(
         ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and a scheduler runs the job, the
             backend is NCCL without ``PIPOLLUX_ELASTIC_NCCL``, or this attempt does not match the
             job in the folder: it has several replicas, or another number of processes per replica.
+        ConfigurationError: A scheduler started this replica to join a job, and it cannot join.
         CheckpointError: ``PIPOLLUX_CHECKPOINT_DIR`` is not writable or not shared, or none of its
             checkpoints can be restored.
     """
@@ -77,6 +83,10 @@ def init_process_group(
         torch.set_num_threads(env.num_threads)
     # A signal ends the process until the handlers are installed: there is nothing to lose yet.
     timeout = env.timeout or timeout
+    settings = _settings_of_groups(env, chosen)
+    store = None
+    if env.world_size > 1 and not dist.is_initialized():
+        store = _meet(settings, timeout)
     rendezvous = _rendezvous(env, chosen)
     announcement = None
     if isinstance(rendezvous, RendezvousFolder):
@@ -87,8 +97,9 @@ def init_process_group(
         device_groups.use(chosen, timeout)
         register_backend()
         chosen = device_groups.BACKEND
-    if env.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
+    if store is not None:
+        wait, (rank, size) = timedelta(seconds=timeout), (env.world_rank, env.world_size)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=wait)
     atexit.register(destroy_process_group)
     if rendezvous is not None and env.processes_per_replica > 1:
         announcement = _told(announcement)
@@ -97,6 +108,7 @@ def init_process_group(
         ctx = contexts.join(joining_replica, announcement, timeout)
     else:
         ctx = contexts.context(timeout, env)
+    ctx.control.settings |= settings  # which a joining replica compares with its own
     checkpoint_to_restore(ctx)
     ctx.component(Metrics)  # so that a stop before the model is created has the step
     if rendezvous is not None and not isinstance(rendezvous, RendezvousFolder):
@@ -106,11 +118,39 @@ def init_process_group(
     signals.install_handlers(acknowledge)
 
 
+def _settings_of_groups(env: JobEnvironment, backend: str) -> dict[str, str | None]:
+    """Return the settings without which processes would form different groups."""
+    elastic = env.rendezvous is not None or (env.elastic and env.attempt > 0)
+    over_nccl = elastic and backend == "nccl" and env.elastic_nccl
+    return {
+        "the backend": backend,
+        variables.RENDEZVOUS.name: None if env.rendezvous is None else "set",
+        variables.ELASTIC_NCCL.name: "1" if over_nccl else None,
+    }
+
+
+def _meet(settings: Mapping[str, str | None], timeout: float) -> Store:
+    """Meet all processes in torchrun's store, and return it; a ConfigurationError if they would
+    form different groups, which else wait for each other until their timeout.
+    """
+    wait = timedelta(seconds=timeout)
+    store, rank, size = next(torch_rendezvous("env://", timeout=wait))
+    store.set_timeout(wait)
+    agree_by_store(store, rank, size, "their process groups", settings)
+    return PrefixStore("default_pg", store)  # as torch names it
+
+
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return the rendezvous of an elastic job; None: the job is not elastic."""
     if env.rendezvous is None:
         can = backend == "gloo" or (env.elastic_nccl and not dist.is_initialized())
         if not (env.elastic and env.attempt > 0 and can):
+            if env.joins:  # it would train by itself
+                raise ConfigurationError(
+                    "PIPOLLUX_JOINS is 1, and this replica cannot join a job: that takes "
+                    "PIPOLLUX_ELASTIC=1, PIPOLLUX_ATTEMPT, and the backend 'gloo', or 'nccl' with "
+                    "PIPOLLUX_ELASTIC_NCCL=1 and without torch's init_process_group"
+                )
             return None
         from pipollux_hybrid.resize.scheduler_rendezvous import (
             SchedulerRendezvous,  # imports pydantic

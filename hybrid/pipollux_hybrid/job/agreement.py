@@ -8,11 +8,15 @@ settings themselves only if the digests differ, to report the differences.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_protocol import environment as variables
@@ -23,6 +27,10 @@ from .layer_code import layer_settings
 
 NAMED = 3
 """Number of differences that a message lists; one mistake often causes dozens."""
+READ_SECONDS = 10.0
+"""Seconds that the process with the store waits for others to read why they cannot begin."""
+_agreements = itertools.count()
+"""Numbers of the comparisons by a store, which may be that of earlier groups."""
 
 
 def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> None:
@@ -32,7 +40,7 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
         ConfigurationError: They differ; with the differences and their ranks, on every replica.
         SynchronizationError: A replica is gone.
     """
-    texts = {name: None if value is None else str(value) for name, value in settings.items()}
+    texts = _texts(settings)
     content = json.dumps([where, texts]).encode()
     digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
     control.settings |= texts
@@ -47,12 +55,31 @@ def agree(control: ControlPlane, where: str, settings: Mapping[str, object]) -> 
             f"replicas are at different places of the script, {by_value(places)}: every replica "
             "must run the same script and make the same things in the same order"
         )
-    differences = _differences([texts for _, texts in answers])
-    more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
-    raise ConfigurationError(
-        f"replicas differ in {where}: {'; '.join(differences[:NAMED])}{more}: start every replica "
-        "with the same script, arguments and environment"
-    )
+    raise ConfigurationError(_refusal(where, [texts for _, texts in answers]))
+
+
+def agree_by_store(
+    store: Store, rank: int, size: int, where: str, settings: Mapping[str, object]
+) -> None:
+    """Compare settings as :func:`agree` does, before the processes have a group. Raises a
+    ConfigurationError on every process if they differ.
+    """
+    prefix = f"pipollux-{next(_agreements)}"
+    keys = [f"{prefix}-settings-{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(_texts(settings)))
+    if rank == 0:
+        everyone = [json.loads(store.get(key)) for key in keys]
+        alike = all(texts == everyone[0] for texts in everyone)
+        store.set(f"{prefix}-refusal", "" if alike else _refusal(where, everyone))
+    refusal = store.get(f"{prefix}-refusal").decode()
+    if not refusal:
+        return
+    read = [f"{prefix}-read-{other}" for other in range(size)]
+    store.set(read[rank], "1")
+    if rank == 0:  # the store may end with this process
+        with suppress(RuntimeError):
+            store.wait(read, timedelta(seconds=READ_SECONDS))
+    raise ConfigurationError(refusal)
 
 
 def by_value(values: Sequence[object], word: str = "replica") -> str:
@@ -143,6 +170,19 @@ def _word(value: object) -> object:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _texts(settings: Mapping[str, object]) -> dict[str, str | None]:
+    return {name: None if value is None else str(value) for name, value in settings.items()}
+
+
+def _refusal(where: str, everyone: Sequence[Mapping[str, str | None]]) -> str:
+    differences = _differences(everyone)
+    more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+    return (
+        f"replicas differ in {where}: {'; '.join(differences[:NAMED])}{more}: start every replica "
+        "with the same script, arguments and environment"
+    )
 
 
 def _differences(everyone: Sequence[Mapping[str, str | None]]) -> list[str]:

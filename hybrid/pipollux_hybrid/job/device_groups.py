@@ -11,9 +11,10 @@ the queue goes on **with invalid sums, and nothing raises**. Hence two rules::
 
 * Nothing that came from other processes is used before :func:`reach`, so that a lost replica voids
   an iteration whose parameters are still those of the last step.
-* A group makes its communicator in its first collective. A new membership has one of these before
-  its replicas vote for it (:func:`connect`), with a deadline, and nothing else uses the device
-  then: two groups that launch in different orders on two devices would wait for each other forever.
+* A group makes its communicator of a device in the first collective there. A new membership has one
+  of these on each device before its replicas vote for it (:func:`connect`), with a deadline, and
+  nothing else uses the devices then: two groups that launch in different orders on two devices
+  would wait for each other forever.
 
 A group has gloo for tensors on the CPU and the device's library for the others. Jobs that are not
 elastic keep torch's own groups, and end when a process is lost.
@@ -21,10 +22,11 @@ elastic keep torch's own groups, and end when a process is lost.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -61,8 +63,14 @@ class DeviceBackend(Protocol):
     device_type: str
     """Type of the tensors that it sends, such as ``"cuda"``."""
 
-    def enter(self, index: int | None) -> None:
-        """Prepare this thread for groups of one of the devices."""
+    def current(self) -> torch.device:
+        """Return the device that this thread uses by default."""
+
+    def enter(self, device: torch.device) -> None:
+        """Make a device the default of this thread."""
+
+    def probe(self, device: torch.device) -> None:
+        """Compute something on a device and wait for it; a RuntimeError if it cannot be used."""
 
     def make(self, store: Store, rank: int, size: int, cpu: Any, seconds: float) -> Any:
         """Return a ProcessGroup with ``cpu``, gloo's backend, for tensors on the CPU, and without a
@@ -87,10 +95,19 @@ class Nccl:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
-    def enter(self, index: int | None) -> None:
+    def current(self) -> torch.device:
         """The current device is a thread's own."""
-        if index is not None:
-            torch.cuda.set_device(index)
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def enter(self, device: torch.device) -> None:
+        """Set the current device, for functions without a device."""
+        torch.cuda.set_device(device)
+
+    def probe(self, device: torch.device) -> None:
+        """An error of an earlier kernel, such as an access to memory of a peer that was killed, is
+        raised by each later call: CUDA cannot be used any more by this process.
+        """
+        torch.ones(1, device=device).add_(1.0).item()
 
     def make(self, store: Store, rank: int, size: int, cpu: Any, seconds: float) -> Any:
         """One group for both, as two plugins of one group would share a slot."""
@@ -123,8 +140,10 @@ class _Current:
         self.backend: DeviceBackend | None = None
         self.seconds = 0.0
         """Timeout of a collective."""
-        self.index: int | None = None
-        """The current device of the main thread."""
+        self.devices: list[torch.device] = []
+        """The devices of this process, in the order of its stages."""
+        self.broken = False
+        """Whether one of them can no longer be used."""
         self.aborted: set[Any] = set()
         """Groups of this membership that were aborted."""
         self.aborting: list[threading.Thread] = []
@@ -141,9 +160,43 @@ def use(name: str, seconds: float) -> None:
     """Use a library for the gradients of an elastic job, before its first group; ``seconds`` is the
     timeout of a collective. Without a call the groups are those of gloo.
     """
-    _current.backend, _current.seconds = BACKENDS[name](), seconds
-    if _current.backend.device_type == "cuda":
-        _current.index = torch.cuda.current_device()
+    backend = BACKENDS[name]()
+    _current.backend, _current.seconds = backend, seconds
+    _current.devices, _current.broken = [backend.current()], False
+
+
+def place(devices: Sequence[torch.device]) -> str | None:
+    """Set the devices of this process's stages, by stage; the first one is the current device.
+
+    Returns:
+        Which stages share a device, such as ``"0, 0, 1"``. It must be equal on all replicas, as a
+        group has a communicator for each device. None: no group has a part on devices.
+    """
+    backend = _current.backend
+    if backend is None:
+        return None
+    kind, current = backend.device_type, backend.current()
+    placed = [current if x == torch.device(kind) else x for x in devices]
+    found = [*dict.fromkeys(placed)]
+    _current.devices = [x for x in found if x.type == kind] or _current.devices
+    return ", ".join(str(found.index(device)) for device in placed)
+
+
+def find_broken_device() -> str:
+    """Return why a device of this process can no longer be used, in a clause; empty: all can. Then
+    groups have no part on the device, and only a new process can train. No collective may be
+    pending.
+    """
+    backend = _current.backend
+    for device in _current.devices if backend is not None else ():
+        assert backend is not None  # noqa: S101  # there are no devices otherwise
+        try:
+            backend.probe(device)
+        except RuntimeError as error:
+            _current.broken = True
+            why = str(error).partition("\n")[0].rstrip(".")
+            return f"{device} of a surviving replica cannot be used without a new process ({why})"
+    return ""
 
 
 def in_use() -> DeviceBackend | None:
@@ -168,9 +221,9 @@ def end_membership() -> None:
 def with_device(store: Store, rank: int, size: int, cpu: Any) -> Any:
     """Return a group for tensors on the CPU and on the device, given gloo's; in any thread."""
     backend = _current.backend
-    if backend is None:
+    if backend is None or _current.broken:
         return cpu
-    backend.enter(_current.index)
+    backend.enter(_current.devices[0])
     return backend.make(store, rank, size, cpu, _current.seconds)
 
 
@@ -194,16 +247,14 @@ def reach(device: torch.device, group: Any = None) -> None:
 def connect(
     groups: Iterable[Any], seconds: float, gone: Callable[[], bool] = lambda: False
 ) -> None:
-    """Make the communicators of groups in their first collective; all processes of each group call
-    this with their groups in the same order. Raises a RuntimeError if that takes longer, or once a
-    member is ``gone``.
+    """Make the communicators of groups on each device of this process, in their first collectives;
+    all processes of each group call this with their groups in the same order, and have as many
+    devices. Raises a RuntimeError if one takes longer, or once a member is ``gone``.
     """
     backend = _current.backend
     if backend is None:
         return
-    index = "" if _current.index is None else f":{_current.index}"
-    device = torch.device(f"{backend.device_type}{index}")
-    for group in groups:
+    for group, device in itertools.product(groups, _current.devices):
         count = torch.ones(1, device=device)
         group.allreduce([count]).wait()
         _wait(backend, device, seconds, [group], gone)

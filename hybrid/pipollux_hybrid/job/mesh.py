@@ -71,13 +71,16 @@ class ProcessMesh:
         self.stages: dist.ProcessGroup
         """The processes of this replica, in the order of stages."""
         self.replicas, _ = dist.new_subgroups_by_enumeration(columns, timeout=wait)
+        separate = carries_device()  # and nothing from the CPU
         with new_connections() as self.within:
             self.stages, _ = dist.new_subgroups_by_enumeration(rows, timeout=wait)
+            row = self.stages
+            if separate:
+                row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         """Names of the connections within this replica, so far."""
-        row, column = self.stages, self.replicas
-        if carries_device():  # and nothing from the CPU
+        column = self.replicas
+        if separate:
             column, _ = dist.new_subgroups_by_enumeration(columns, wait, "gloo")
-            row, _ = dist.new_subgroups_by_enumeration(rows, wait, "gloo")
         self.row = ReplicaGroup(row, env.processes_per_replica)
         """:attr:`stages` as a group for tensors on the CPU."""
         self.calls = ReplicaCalls(self.row, self.stage, env.rank)

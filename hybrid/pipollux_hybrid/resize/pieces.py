@@ -90,9 +90,9 @@ def _cut(sizes: dict[int, int], most: int) -> list[list[Slice]]:
 class Memory:
     """Tensors as bytes in memory order, read and written slice by slice.
 
-    Tensors on the CPU are used directly. Slices of others are copied; of a tensor with gaps the
-    whole is copied, one tensor at a time, so each must be read from its beginning to its end.
-    Tensors that are written must not have gaps.
+    Tensors on the CPU are used directly. Slices of others are copied, through pinned memory where a
+    GPU copies; of a tensor with gaps the whole is copied, one tensor at a time, so each must be
+    read from its beginning to its end. Tensors that are written must not have gaps.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -101,22 +101,30 @@ class Memory:
 
     def read(self, piece: Piece) -> Tensor:
         """Return the bytes of a piece, uint8, shape [size]; without a copy where possible."""
-        parts = [self._read(part) for part in piece.slices]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._is_direct(piece):
+            return self._read(piece.slices[0])
+        content = self._buffer(piece)
+        for part, room in zip(piece.slices, _split(piece, content), strict=True):
+            room.copy_(self._read(part))
+        return content
 
     def room(self, piece: Piece) -> Tensor:
         """Return a buffer to receive a piece, to be passed to :meth:`write`."""
         if self._is_direct(piece):
             return self._read(piece.slices[0])
-        return torch.empty(piece.size, dtype=torch.uint8)
+        return self._buffer(piece)
 
     def write(self, piece: Piece, content: Tensor) -> None:
         """Write a received piece to its tensors."""
         if self._is_direct(piece):
             return
-        sizes = [end - begin for _, begin, end in piece.slices]
-        for part, received in zip(piece.slices, content.split(sizes), strict=True):
+        for part, received in zip(piece.slices, _split(piece, content), strict=True):
             _bytes(self._tensors[part.number])[part.begin : part.end].copy_(received)
+
+    def _buffer(self, piece: Piece) -> Tensor:
+        # Torch keeps pinned memory, and so a few buffers serve a whole transfer.
+        pinned = any(self._tensors[part.number].is_cuda for part in piece.slices)
+        return torch.empty(piece.size, dtype=torch.uint8, pin_memory=pinned)
 
     def _is_direct(self, piece: Piece) -> bool:
         number = piece.slices[0].number
@@ -126,10 +134,15 @@ class Memory:
         number, begin, end = part
         tensor = self._tensors[number]
         if is_dense(tensor):
-            return _bytes(tensor)[begin:end].cpu()
+            return _bytes(tensor)[begin:end]
         if self._copy is None or self._copy[0] != number:
             self._copy = number, tensor.contiguous()
-        return _bytes(self._copy[1])[begin:end].cpu()
+        return _bytes(self._copy[1])[begin:end]
+
+
+def _split(piece: Piece, content: Tensor) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = content.split([end - begin for _, begin, end in piece.slices])
+    return parts
 
 
 def _bytes(tensor: Tensor) -> Tensor:

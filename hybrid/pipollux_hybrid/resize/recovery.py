@@ -23,12 +23,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from pipollux_hybrid.checkpoint.rng_state import random_state
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import CheckpointError, PeerLostError, ReplicaBrokenError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.control_plane import ControlMessage
-from pipollux_hybrid.job.device_groups import abort_all
+from pipollux_hybrid.job.device_groups import abort_all, find_broken_device
 from pipollux_hybrid.job.groups import held_groups, leave_default
 from pipollux_hybrid.job.membership import Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -106,14 +108,16 @@ class Recovery:
         ctx, lost, step = self._context, self._watch.membership, self._context.step
         assert lost is not None  # noqa: S101  # every member has one
         self._watch.suspend()
-        me = self._about_me()
         if ctx.mesh is not None:
             ctx.mesh.gather_from_stages(b"")  # all processes are here before the first one reports
         # Collectives may still wait for the lost replicas, and closing the groups for those.
         self._watch.retire([*held_groups(), ctx.control.group])
         ctx.control.abandon()
         abort_all()
-        leave_default()
+        broken = find_broken_device()
+        me = self._about_me(broken)
+        if not broken:  # else this process ends, and torch would use the device
+            leave_default()
         try:
             pending, everyone = self._form(lost, me)
         except OSError as error:
@@ -159,27 +163,34 @@ class Recovery:
     def _num_pending(self) -> int:
         return sum(state.is_pending() for state in self._context.component(States).values())
 
-    def _about_me(self) -> dict[str, Any]:
-        """Return this replica's progress for the others, after undoing a void iteration."""
+    def _about_me(self, broken: str) -> dict[str, Any]:
+        """Return this replica's progress for the others, after undoing a void iteration; its states
+        are not touched if they are on a ``broken`` device.
+        """
         control, last = self._context.control, self._context.control.last
         holds = self._num_pending() > 0
-        reason = ""
+        return {
+            "exchanges": control.exchanges,
+            "holds": holds,
+            "reason": broken or self._undone() or "",
+            "equal": _are_equal(last, self._context.env.world_size),
+            "last": None if last is None else last.numbers(),
+        }
+
+    def _undone(self) -> str | None:
+        """Undo a void iteration; return why this replica cannot continue."""
+        last = self._context.control.last
         if self._losses.void:
             assert self._undo is not None  # noqa: S101  # else it was not noted
             reason = self._undo.put_back()
             self._context.component(Metrics).drop_losses()
-        if not reason and (self._num_pending() or (last is not None and last.pending)):
-            reason = PENDING
+            if reason:
+                return reason
+        if self._num_pending() or (last is not None and last.pending):
+            return PENDING
         states = self._context.component(States).values()
-        reason = reason or next(filter(None, (state.lost() for state in states)), "")
-        reason = reason or why_not_elastic(self._context, joins=False) or ""
-        return {
-            "exchanges": control.exchanges,
-            "holds": holds,
-            "reason": reason,
-            "equal": _are_equal(last, self._context.env.world_size),
-            "last": None if last is None else last.numbers(),
-        }
+        reason = next(filter(None, (state.lost() for state in states)), "")
+        return reason or why_not_elastic(self._context, joins=False)
 
     def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         error = self._losses.error
@@ -278,11 +289,15 @@ class Recovery:
         if pending.control is None:
             return [me]
         try:
-            found = pending.control.all_gather_bytes(json.dumps(me).encode(), PATIENCE)
-            pending.connect(PATIENCE, lambda: bool(members & self._gone(lost)))
+            contents = pending.control.all_gather_bytes(json.dumps(me).encode(), PATIENCE)
+            found = [json.loads(content) for content in contents]
+            if not any(x["reason"] for x in found):  # else all give up, some without a device
+                pending.connect(PATIENCE, lambda: bool(members & self._gone(lost)))
+                # Whoever enters closes connections, and so is gone for those still connecting.
+                pending.control.all_gather(torch.tensor([1]), PATIENCE)
         except RuntimeError:
             return None
-        return [json.loads(content) for content in found]
+        return found
 
     # --- after -------------------------------------------------------------------------------
 

@@ -164,6 +164,50 @@ def test_whatever_differs_is_named_on_every_replica_at_once() -> None:
         assert told["alike"] == "trained"
 
 
+ELASTIC = {"PIPOLLUX_RENDEZVOUS": "/nowhere"}
+SCHEDULED = {"PIPOLLUX_ELASTIC": "1", "PIPOLLUX_ATTEMPT": "1"}
+OVER_NCCL = {"PIPOLLUX_ELASTIC_NCCL": "1"}
+GROUPS: dict[str, tuple[list[dict[str, str]], list[str], str]] = {
+    "not over NCCL on one": (
+        [ELASTIC | OVER_NCCL, ELASTIC],
+        ["nccl", "nccl"],
+        "PIPOLLUX_ELASTIC_NCCL is 1 on replica 0, and not set on replica 1",
+    ),
+    "over NCCL on one": (
+        [SCHEDULED, SCHEDULED | OVER_NCCL],
+        ["nccl", "nccl"],
+        "PIPOLLUX_ELASTIC_NCCL is not set on replica 0, and 1 on replica 1",
+    ),
+    "backend": (
+        [SCHEDULED | OVER_NCCL, SCHEDULED],
+        ["gloo", "nccl"],
+        "the backend is gloo on replica 0, and nccl on replica 1",
+    ),
+    "no folder on one": (
+        [{}, ELASTIC],
+        ["gloo", "gloo"],
+        "PIPOLLUX_RENDEZVOUS is not set on replica 0, and set on replica 1",
+    ),
+}
+"""What the processes are given, their backends, and what is then said."""
+
+
+def differ_in_groups(name: str) -> str:
+    settings, backends, _ = GROUPS[name]
+    rank = int(os.environ["RANK"])
+    os.environ.update(settings[rank])
+    with pytest.raises(ConfigurationError) as caught:
+        init_process_group(backends[rank], timeout=600)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_other_groups_on_a_replica_are_refused_at_once(name: str) -> None:
+    """And not after the timeout of 600 s: the processes would never find each other."""
+    for told in run_replicas(differ_in_groups, 2, name):
+        assert f"replicas differ in their process groups: {GROUPS[name][2]}: start" in told
+
+
 def gone() -> str:
     """Replica 1 ends before it wraps its model."""
     init_process_group("gloo", timeout=60)

@@ -10,6 +10,7 @@ from typing import Any
 from tests.hybrid.resize.any_plan import Happening, LoopPlace, RunPlan
 from tests.hybrid.resize.any_training import CLOSING
 from tests.hybrid.resize.changing_job import ChangingJob
+from tests.hybrid.resize.nccl_stand_in import STAND_IN
 from tests.programs import Forked
 from tests.waiting import until
 
@@ -31,7 +32,9 @@ class AnyJob(ChangingJob):
     script = Path(__file__).with_name("any_training.py")
 
     def __init__(self, folder: Path, repository: Path, plan: RunPlan) -> None:
-        super().__init__(folder, repository, PLAN=plan.to_json(), PROCESSES=str(plan.processes))
+        settings = {"PLAN": plan.to_json(), "PROCESSES": str(plan.processes)}
+        settings |= STAND_IN if plan.over == "stand-in" else {}
+        super().__init__(folder, repository, **settings)
         self.plan = plan
         self.names: dict[str, list[Forked]] = {}
         """The processes of each replica, by stage."""

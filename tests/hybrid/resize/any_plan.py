@@ -114,6 +114,8 @@ class RunPlan:
     saves: str
     """Whether checkpoints are written all the time: no, yes, or background."""
     events: tuple[RunEvent, ...]
+    over: str
+    """What sends gradients: gloo, or the stand-in for NCCL."""
 
     @property
     def processes(self) -> int:

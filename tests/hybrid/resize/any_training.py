@@ -28,6 +28,7 @@ from pipollux_hybrid.resize import elastic_membership, joining_replica, rendezvo
 from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.hybrid.resize.any_events import RunEvents
 from tests.hybrid.resize.any_plan import LoopPlace, RunPlan
+from tests.hybrid.resize.nccl_stand_in import backend
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 CLOSING = 48
@@ -299,7 +300,7 @@ class Script:
 def main() -> None:
     hurry()
     plan = RunPlan.from_json(os.environ["PLAN"])
-    pipollux.init_process_group("gloo", timeout=60.0, processes_per_replica=plan.processes)
+    pipollux.init_process_group(backend(), timeout=60.0, processes_per_replica=plan.processes)
     random.seed(1)
     np.random.seed(1)
     Script(plan).run()

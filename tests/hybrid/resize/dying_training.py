@@ -39,7 +39,7 @@ from tests.hybrid.resize.changing_training import (
     meet_at,
     parts_of,
 )
-from tests.hybrid.resize.nccl_stand_in import backend
+from tests.hybrid.resize.nccl_stand_in import StandIn, backend
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 PROCESSES = int(os.environ.get("PROCESSES", "1"))
@@ -145,6 +145,42 @@ def abort_late() -> None:
     peers.abort_device_groups = abort  # type: ignore[assignment]  # of a process of this test's own
 
 
+def lag_behind() -> None:
+    """Have the device be late in the sums that connect the next groups, until it was asked again
+    after another replica is gone from here, if one is.
+    """
+    original = StandIn.fence
+
+    def fence(self: StandIn, device: torch.device) -> Callable[[], bool]:
+        passed, watch, end = original(self, device), context().watch, time.monotonic() + 3.0
+        if dist.is_initialized() or watch is None:
+            return passed
+        known, asked = watch.gone(), 0
+
+        def late() -> bool:
+            nonlocal asked
+            asked += watch.gone() != known
+            return (asked > 1 or time.monotonic() > end) and passed()
+
+        return late
+
+    StandIn.fence = fence  # type: ignore[method-assign]  # of a process of this test's own
+
+
+def break_device() -> None:
+    """Have the device fail for good, as after an access to memory of a process that is gone."""
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nMore.")
+
+    def probe(self: StandIn, device: torch.device) -> None:
+        for name in ("probe", "enter", "make"):
+            setattr(StandIn, name, fail)
+        self.probe(device)
+
+    StandIn.probe = probe  # type: ignore[method-assign]  # of a process of this test's own
+
+
 def miss_once(deaths: Deaths, step: int) -> None:
     """Have the sums of a step come through to all others, those of this replica, too."""
     group = context().control.group
@@ -210,6 +246,10 @@ def main() -> None:
         fail_once(deaths, int(os.environ["BEHIND_AT"]))
     if f"misses-{deaths.rank}.{context().env.stage}" in options:
         miss_once(deaths, int(os.environ["BEHIND_AT"]))
+    if f"lags-{deaths.rank}" in options:
+        lag_behind()
+    if f"breaks-{deaths.rank}" in options:
+        break_device()
     if "aborts-late" in options:
         abort_late()
     own = dist.new_group([0, 2]) if "waits" in options else None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pipollux
+from tests.hybrid.resize.nccl_stand_in import backend
 from tests.waiting import until
 
 FOLDER = Path(sys.argv[1])
@@ -46,7 +47,7 @@ def wait_until_beyond(epoch: int) -> None:
 
 
 def main() -> None:
-    pipollux.init_process_group("gloo")
+    pipollux.init_process_group(backend())
     torch.manual_seed(0)
     inputs = torch.arange(SAMPLES, dtype=torch.float64)[:, None]
     data = TensorDataset(inputs, 2 * inputs)

@@ -1,6 +1,7 @@
 """Collectives that behave like NCCL's, over gloo, on tensors of the CPU.
 
-No test could see on a CPU that a program relies on something that holds for gloo alone. So:
+No test could see on a CPU that a program relies on something that holds for gloo alone. So the
+tests of resizes, deaths and faults run over this as well (`over` in conftest.py):
 
 * ``wait()`` of a collective returns at once. Until the host has waited for the "device", by the
   fence of :class:`StandIn`, its results are garbage: a program that uses them earlier fails.
@@ -241,8 +242,14 @@ class StandIn:
 
     device_type = "cpu"
 
-    def enter(self, index: int | None) -> None:
-        assert index is None
+    def current(self) -> torch.device:
+        return torch.device("cpu")
+
+    def enter(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
+    def probe(self, device: torch.device) -> None:
+        torch.ones(1, device=device).add_(1.0).item()
 
     def make(self, store: Any, rank: int, size: int, cpu: Any, _seconds: float) -> Any:
         return Group(dist.PrefixStore("device", store), rank, size, cpu)

@@ -67,6 +67,7 @@ def draw_plan(draw: random.Random) -> RunPlan:
             )
             for place in places
         ),
+        over=draw.choice(["gloo", "stand-in"]),
     )
 
 

@@ -1,6 +1,6 @@
 """Elastic resizes and recovery where collectives behave like NCCL's (nccl_stand_in.py).
 
-The tests of resizes, deaths and fault points run over it as over gloo with ``STAND_IN=1``.
+The tests of resizes, deaths, fault points and runs of any shape run over it as over gloo (`over`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
+from pipollux_hybrid.job.context import context
+from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
@@ -42,33 +46,20 @@ def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
             pass
 
 
-def add(job: ChangingJob) -> None:
-    if job.processes > 1:
-        job.add_stages()
-    else:
-        job.add()
-
-
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_replicas_join_and_leave(make_job: MakeJob, processes: str) -> None:
-    job = make_job(ChangingJob, CHANGES="5,9,13", PROCESSES=processes)
+@pytest.mark.exhaustive
+def test_a_joining_replica_with_another_backend_is_refused(make_job: MakeJob) -> None:
+    job = make_job(ChangingJob, CHANGES="5")
+    (job.results / "hold-12").touch()
     job.begin(1)
     job.wait_until_at(5)
-    add(job)
-    job.wait_until_at(9)
-    add(job)
-    job.wait_until_at(13)
-    job.ask_to_leave(0, 3)
+    other = job.add(BACKEND="gloo")
+    assert other.wait() == 1
+    said = "the backend is nccl in the job and gloo here; PIPOLLUX_ELASTIC_NCCL is 1 in the job and"
+    assert said in other.errors
+    job.programs.remove(other)
+    (job.results / "hold-12").unlink()
     job.wait()
-    assert [replicas for _, replicas in job.check()] == [1, 2, 3, 2], job.errors()
-
-
-def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob) -> None:
-    job = make_job(DyingJob, DIES="1:7:backward")
-    job.begin(3)
-    job.finish()
-    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
-    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+    assert job.check() == [(1, 1)]
 
 
 def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: MakeJob) -> None:
@@ -77,6 +68,36 @@ def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: Ma
     job.finish()
     assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
+def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> None:
+    """Those that are early close connections, which is not to pass for their end."""
+    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="lags-2")
+    job.begin(3)
+    job.finish()
+    assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
+    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
+@pytest.mark.parametrize("processes", first(1, ["1", "2"]))
+def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
+    make_job: MakeJob, processes: str
+) -> None:
+    """The one whose device is well says so, too: both begin again."""
+    dies = "1:7:backward" if processes == "1" else "1.0:7:backward"
+    job = make_job(DyingJob, DIES=dies, OPTIONS="breaks-2", PROCESSES=processes)
+    job.begin(3)
+    codes = [program.wait() for program in job.programs]
+    told = zip(codes, job.errors(), strict=True)
+    said = (
+        "cannot continue without a restart: cpu of a surviving replica cannot be used without a "
+        "new process (CUDA error: an illegal memory access was encountered)"
+    )
+    survivors = [(code, said in errors) for code, errors in told if code != -signal.SIGKILL]
+    if processes == "2":  # the other process of the replica that was lost
+        survivors.remove((1, False))
+    assert survivors == [(1, True)] * 2 * int(processes), job.errors()
+    job.programs.clear()
 
 
 def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
@@ -125,6 +146,78 @@ def test_a_sum_is_garbage_until_the_host_has_waited() -> None:
     for before, after in run_replicas(queue_a_sum, 2):
         assert math.isnan(before)
         assert after == 2.0
+
+
+class Gpus(StandIn):
+    """A library for GPUs, of which this machine has none."""
+
+    device_type = "cuda"
+
+    def current(self) -> torch.device:
+        return torch.device("cuda", 3)
+
+
+def test_groups_have_the_devices_of_the_stages() -> None:
+    device_groups.BACKENDS["gpus"] = Gpus
+    try:
+        assert device_groups.place([torch.device("cuda", 1)]) is None
+        device_groups.use("gpus", 60.0)
+        found = []
+        for names in (["cpu"], ["cuda:1", "cuda", "cuda:1", "cuda:3"], ["cpu", "cuda:2"]):
+            shared = device_groups.place([torch.device(name) for name in names])
+            found.append((shared, [str(device) for device in device_groups._current.devices]))
+    finally:
+        device_groups.forget()
+        del device_groups.BACKENDS["gpus"]
+    assert found == [
+        ("0", ["cuda:3"]),
+        ("0, 1, 0, 1", ["cuda:1", "cuda:3"]),
+        ("0, 1", ["cuda:2"]),
+    ]
+
+
+def test_a_model_says_which_devices_its_stages_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a comparison with the other replicas, also with those that join later."""
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", StandIn)
+    device_groups.use("nccl", 60.0)
+    try:
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        HybridParallel(module, optimizer, devices=["cpu", "cpu:0", "cpu"], num_stages=3)
+        assert context().control.settings["devices"] == "0, 1, 0"
+    finally:
+        device_groups.forget()
+
+
+def connect_two_devices() -> list[Any]:
+    """Sums for the communicators of two devices, and then of one that a process does not have."""
+    group = join()
+    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    shared = device_groups.place([*devices, devices[0]])
+    sums, launch = [], group.allreduce
+
+    def counted(tensors: Any) -> Any:
+        sums.append(tensors)
+        return launch(tensors)
+
+    group.allreduce = counted  # type: ignore[method-assign]  # of a process of this test's own
+    device_groups.connect([group], 60.0)
+    count = len(sums)
+    if group.rank() == 1:
+        device_groups.place(devices[:1])
+    said = ""
+    try:
+        device_groups.connect([group], 0.5)
+    except RuntimeError as error:
+        said = str(error)
+    group.gloo.barrier().wait()
+    group.abort()
+    return [shared, count, said]
+
+
+def test_the_communicators_of_all_devices_are_made_in_time_or_given_up() -> None:
+    late = "a collective on cpu:0 took longer than 0.5 s"
+    assert run_replicas(connect_two_devices, 2) == [["0, 1, 0", 2, late], ["0, 1, 0", 2, ""]]
 
 
 def connect_to_one_that_is_gone() -> list[str]:

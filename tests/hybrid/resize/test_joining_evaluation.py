@@ -17,13 +17,14 @@ SCRIPT = Path(__file__).with_name("evaluating_job.py")
 
 
 @pytest.fixture
-def environment(tmp_path: Path, repository: Path) -> dict[str, str]:
+def environment(tmp_path: Path, repository: Path, over: dict[str, str]) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(repository), os.environ.get("PYTHONPATH", "")]),
         "PIPOLLUX_RENDEZVOUS": str(tmp_path / "rendezvous"),
         "PIPOLLUX_PROGRESS": "0",
         "PIPOLLUX_HINTS_INTERVAL": "1000000",
+        **over,
     }
 
 

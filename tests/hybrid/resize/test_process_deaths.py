@@ -43,6 +43,7 @@ def run(make_job: MakeJob, before: int, **settings: str) -> DyingJob:
     return job
 
 
+@pytest.mark.usual_over_stand_in
 @pytest.mark.parametrize("schedule", first(1, ["1f1b", "gpipe", "interleaved"]))
 @pytest.mark.parametrize(
     "point",

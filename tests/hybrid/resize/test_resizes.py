@@ -32,6 +32,7 @@ def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator
             pass
 
 
+@pytest.mark.usual_over_stand_in
 @pytest.mark.parametrize("kind", first(1, KINDS))
 def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     make_job: MakeJob, kind: str
@@ -218,6 +219,15 @@ def test_where_nobody_can_join_the_variable_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=said):
         init_process_group(backend)
+
+
+def test_a_replica_that_is_to_join_and_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not train by itself."""
+    variables = {"PIPOLLUX_JOINS": "1", "PIPOLLUX_ELASTIC": "1", "PIPOLLUX_ATTEMPT": "3"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="or 'nccl' with PIPOLLUX_ELASTIC_NCCL=1"):
+        init_process_group("nccl")
 
 
 def test_a_job_in_a_folder_that_is_in_use_is_refused(make_job: MakeJob) -> None:

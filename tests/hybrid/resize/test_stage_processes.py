@@ -31,6 +31,7 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
     job.wait()
 
 
+@pytest.mark.usual_over_stand_in
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
     """With both processes, each of which loads its part. A skip connection goes over both."""
     settings = {"DATA": "per-stage", "LAYERS": "skips", **STAGES, "EPOCHS": "1"}

@@ -82,6 +82,16 @@ def test_a_contiguous_tensor_is_sent_from_where_it_lies_and_received_where_it_be
     assert memory.read(piece).data_ptr() == memory.room(piece).data_ptr() == tensor.data_ptr() + 8
 
 
+def test_buffers_of_small_tensors_on_the_cpu_are_ordinary_memory() -> None:
+    tensors = [torch.arange(3.0), torch.arange(4.0).view(2, 2).t()]
+    piece = Piece((Slice(0, 4, 12), Slice(1, 0, 16)), 0, 1)
+    memory = Memory(tensors)
+    for content in (memory.read(piece), memory.room(piece)):
+        assert content.shape == (24,)
+        assert not content.is_pinned()
+    assert memory.read(piece).view(torch.float32).tolist() == [1, 2, 0, 1, 2, 3]
+
+
 def test_a_skeleton_has_each_tensor_once_and_is_filled_again() -> None:
     shared = torch.arange(6.0)
     sparse = torch.eye(2).to_sparse()

@@ -101,6 +101,7 @@ def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator
             pass
 
 
+@pytest.mark.usual_over_stand_in
 @pytest.mark.parametrize("point", first(1, ["backward", "forward", "between", "step", "after"]))
 @pytest.mark.parametrize("who", first(1, ["0 of 3", "1 of 2", "0 of 2", "2 of 3"]))
 def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, point: str) -> None:
