@@ -246,14 +246,23 @@ def _attach_called(
     found = dict(model.named_modules())
     states = dict(_tensors(model))
     persistent = set(model.state_dict())
+    order = {name: i for i, name in enumerate(states)}
     for layer, *pieces in zip(layers, *programs, strict=True):
-        for piece in pieces:
-            for name in sorted(modules_of(piece)):
-                for alias in modules[found[name]]:
-                    attach(layer, alias, found[name])
-            for name in sorted(states_of(piece)):
-                for alias in tensors[states[name]]:
-                    attach(layer, alias, states[name], persistent=alias in persistent)
+        called = {found[x] for piece in pieces for x in modules_of(piece)}
+        used = {states[x] for piece in pieces for x in states_of(piece)}
+        used |= {x for module in called for _, x in _tensors(module)}
+        wanted: dict[str, nn.Module | Tensor] = {x: m for m in called for x in modules[m]}
+        inside = tuple(f"{x}." for x in wanted)
+        wanted |= {x: t for t in used for x in tensors[t] if not x.startswith(inside)}
+        # In the model's order, so that the first name of a tensor is the model's.
+        for name in sorted(wanted, key=lambda x: _place(order, x)):
+            attach(layer, name, wanted[name], persistent=name in persistent)
+
+
+def _place(order: Mapping[str, int], name: str) -> int:
+    """Return the place of a tensor, or of a module's first one."""
+    inside = (i for x, i in order.items() if x == name or x.startswith(f"{name}."))
+    return min(inside, default=len(order))
 
 
 def _attach_rest(model: nn.Module, layers: Sequence[RecordedLayer]) -> None:

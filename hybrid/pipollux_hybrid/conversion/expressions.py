@@ -58,7 +58,7 @@ class Opaque:
     """An object that calls receive as it is, such as a model's configuration or a function."""
 
     value: Any = field(compare=False)
-    identity: int
+    identity: Any
 
 
 @dataclass(frozen=True)

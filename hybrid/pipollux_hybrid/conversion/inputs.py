@@ -53,6 +53,9 @@ class Inputs:
             self.dimensions += self._lengths()
         _, self._spec = pytree.tree_flatten(arguments(example))
 
+    def __deepcopy__(self, _memo: Any) -> Inputs:
+        return self  # nothing of it changes
+
     @property
     def tensors(self) -> dict[int, Tensor]:
         """The tensors among the leaves, by their number."""

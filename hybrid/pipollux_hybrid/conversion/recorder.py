@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -337,7 +338,7 @@ class _Recorder(TorchFunctionMode):
 
         def number(leaf: Any) -> tuple[Expression, Any]:
             if not isinstance(leaf, Tensor):
-                return (Literal(leaf), leaf) if _is_plain(leaf) else (Opaque(leaf, id(leaf)), leaf)
+                return Literal(leaf) if _is_plain(leaf) else Opaque(leaf, _identity(leaf)), leaf
             known = id(leaf) in self._values or id(leaf) in self._states
             if known and id(leaf) not in changed:
                 leaf = leaf.view_as(leaf)
@@ -364,7 +365,7 @@ class _Recorder(TorchFunctionMode):
                     "between its modules, and layers pass tensors, numbers, strings and None only"
                 )
             self._kept.append(leaf)
-            return Opaque(leaf, id(leaf)), leaf
+            return Opaque(leaf, _identity(leaf)), leaf
 
         return _mapped(value, known, where)[0]
 
@@ -388,6 +389,19 @@ def _mapped(
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
+
+
+def _identity(value: Any) -> Any:
+    """Return what an object is known by: of a function, its code and what it closes over.
+
+    So functions that a model makes in each forward from the same plain values are equal.
+    """
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if all(_is_plain(x) or isinstance(x, types.FunctionType) for x in inside):
+            return value.__code__, *((type(x), _identity(x)) for x in inside)
+    return value if _is_plain(value) else id(value)
 
 
 def _name_of(func: Any) -> str:
