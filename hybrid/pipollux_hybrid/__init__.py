@@ -8,6 +8,7 @@ A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 from pipollux_hybrid.checkpoint.manager import load_state, save_all_states
 from pipollux_hybrid.checkpoint.state import State
 from pipollux_hybrid.checkpoint.stateful import register_for_checkpointing
+from pipollux_hybrid.conversion.as_layers import as_layers
 from pipollux_hybrid.elastic.accumulator import Accumulator
 from pipollux_hybrid.elastic.bptt import AdaptiveBPTTIterator
 from pipollux_hybrid.elastic.epoch import current_epoch, remaining_epochs_until
@@ -66,6 +67,7 @@ __all__ = [
     "TensorBoard",
     "WeightedLoss",
     "all_reduce_sum",
+    "as_layers",
     "current_epoch",
     "destroy_process_group",
     "device_mesh",

@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 from pipollux_hybrid.checkpoint.model_state import STATE_NAME
 from pipollux_hybrid.checkpoint.parameter_groups import plain_name
 from pipollux_hybrid.checkpoint.state import States
+from pipollux_hybrid.conversion.as_layers import as_layers
+from pipollux_hybrid.conversion.model_layers import ModelLayers
 from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_sequence, switch
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.partition.placement import BALANCE_RULES
@@ -153,17 +155,34 @@ OPTIONS = {
 """Allowed values of a model's options, by type."""
 
 
-def batch_of(inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]) -> PyTree:
-    """Return the batch of a call: its argument, or the tuple of several.
+def layers_of(module: nn.Module, example_inputs: PyTree | None) -> nn.Sequential:
+    """Return a module's layers: itself, or those that :func:`as_layers` makes of it."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return module
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"module is a {type(module).__name__}: an nn.Module is needed, as stages are cut from "
+            "its layers"
+        )
+    return as_layers(module, example_inputs)
+
+
+def batch_of(
+    module: nn.Module, inputs: tuple[PyTree, ...], keywords: Mapping[str, PyTree]
+) -> PyTree:
+    """Return the batch of a call: its argument, or the tuple of several, or the dict of keywords
+    of a converted model.
 
     Raises:
-        ConfigurationError: There are keyword arguments; the message has the alternative.
+        ConfigurationError: Layers that are not converted got keyword arguments.
     """
+    if isinstance(module, ModelLayers) and keywords and not inputs:
+        return plain_batch(dict(keywords))
     if keywords:
         given = ", ".join(f"{name!r}: {name}" for name in keywords)
         raise ConfigurationError(
             "the model got keyword arguments, and its first layer takes one value: pass them as a "
-            f"dict, model({{{given}}}); docs/howto/models.md shows layers that pass them on"
+            f"dict, model({{{given}}}); docs/howto/layers.md shows layers that pass them on"
         )
     return plain_batch(inputs[0] if len(inputs) == 1 else inputs)
 
@@ -195,16 +214,6 @@ def check_arguments(
     Raises:
         ConfigurationError: Names the argument, its value and the allowed values.
     """
-    if not isinstance(module, nn.Sequential):
-        raise ConfigurationError(
-            f"module is a {type(module).__name__}: an nn.Sequential is needed, as stages are "
-            "cut from its layers; docs/howto/models.md shows how to make one of a model"
-        )
-    if type(module).forward is not nn.Sequential.forward:
-        raise ConfigurationError(
-            f"module is a {type(module).__name__} with its own forward, which stages would not "
-            "run: move its code into layers of a plain nn.Sequential"
-        )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ConfigurationError(
             "module has hooks, which would never be called as stages run its layers one by one: "

@@ -65,6 +65,8 @@ def keep_stage(
         for name, layer in layers.named_children():
             elsewhere |= {plain_name(f"{name}.{inner}") for inner in layer.state_dict()}
             module._modules[name] = RemoteLayer(name, layers.index)
+    # A recorded layer has the model's names, and several may hold the same module.
+    elsewhere -= {plain_name(name) for name in module.state_dict()}
     kept = set(module.parameters())
     for group in optimizer.param_groups:
         here = [parameter in kept for parameter in group["params"]]

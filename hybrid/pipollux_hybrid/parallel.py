@@ -19,7 +19,7 @@ from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
 from pipollux_hybrid.job.replica_calls import BatchDigest
-from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single
+from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single, layers_of
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.averages import follow_steps
 from pipollux_hybrid.optim.grad_scaler import scale_of
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 class HybridParallel(PipelineModel):
-    """Trains an ``nn.Sequential`` as a pipeline of stages, replicated across processes.
+    """Trains a model as a pipeline of stages, replicated across processes.
 
     Its outputs and gradients are those of the plain module on the whole batch: micro-batches,
     accumulation steps and replicas are weighted by their samples, provided the loss is a MEAN over
@@ -78,7 +78,9 @@ class HybridParallel(PipelineModel):
         model = HybridParallel(model, optimizer, num_stages=2, num_microbatches=4)
 
     Args:
-        module: The layers. Inputs and outputs of each are PyTrees of tensors of shape [batch, …].
+        module: The layers, an ``nn.Sequential``. Inputs and outputs of each are PyTrees of tensors
+            of shape [batch, …]. Any other model is converted by :func:`as_layers`, and needs
+            ``example_inputs``.
         optimizer: An optimizer over ``module.parameters()``.
         num_stages: Number K of stages; a scheduler's choice (``PIPOLLUX_NUM_STAGES``) takes
             precedence.
@@ -101,7 +103,8 @@ class HybridParallel(PipelineModel):
             ``"1f1b"``; a single-process pipeline always uses GPipe's.
         chunks_per_stage: V of an interleaved schedule; 2 by default. ``balance`` has K·V entries
             then.
-        example_inputs: A batch for profiling the layers, ideally as large as a replica's.
+        example_inputs: A batch, for converting the model and profiling the layers, ideally as large
+            as a replica's.
         memory_limit: Bytes of each device that stages may use, by the layers' profile; by default
             nine tenths of a GPU's memory, and no limit on a CPU. A partition that does not fit is
             refused. Needs ``example_inputs``.
@@ -126,7 +129,7 @@ class HybridParallel(PipelineModel):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         num_stages: int | None = None,
@@ -157,6 +160,7 @@ class HybridParallel(PipelineModel):
             "broadcast_buffers": broadcast_buffers,
             "shard_optimizer": shard_optimizer,
         }
+        module = layers_of(module, example_inputs)
         check_arguments(module, optimizer, options)
         check_single(ctx)
         super().__init__(module)
@@ -261,12 +265,12 @@ class HybridParallel(PipelineModel):
         Args:
             *inputs: A tensor, or tuples, lists and dicts of tensors, each of shape [batch, …];
                 several arguments reach the first layer as a tuple.
-            **keywords: Refused; pass a dict as the only argument instead.
+            **keywords: The same as a dict of them, for a converted model; otherwise refused.
 
         Returns:
             The module's output, on :attr:`output_device`.
         """
-        batch = batch_of(inputs, keywords)
+        batch = batch_of(self.module, inputs, keywords)
         sizes = self._sizes(batch)
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():

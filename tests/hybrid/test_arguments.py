@@ -135,7 +135,7 @@ def test_a_scheduler_need_not_tell_its_optimizer() -> None:
 def test_keyword_arguments() -> None:
     model = wrap(nn.Sequential(nn.Linear(6, 3)))
     with pytest.raises(
-        ConfigurationError, match=r"model\({'ids': ids, 'mask': mask}\); docs/howto/models"
+        ConfigurationError, match=r"model\({'ids': ids, 'mask': mask}\); docs/howto/layers"
     ):
         model(ids=torch.zeros(2, 6), mask=None)
 

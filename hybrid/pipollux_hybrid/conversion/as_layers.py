@@ -26,6 +26,7 @@ from .pieces import (
     write_forward,
 )
 from .recorder import Recording, UnrecordableError, record
+from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
@@ -68,13 +69,14 @@ def as_layers(
             line, and the remedy.
     """
     _check_model(model, example_inputs)
+    calls = _calls(model, example_inputs)
     failure: ConfigurationError | None = None
     for lengths_vary in (True, False):
         inputs = Inputs(example_inputs, lengths_vary=lengths_vary)
         if lengths_vary and len(inputs.dimensions) == 1:
             continue
         try:
-            return _converted(model, inputs, cut_at, check=verify)
+            return _converted(model, inputs, choose_blocks(model, calls, cut_at), check=verify)
         except (UnrecordableError, ValueError, RuntimeError, IndexError) as error:
             failure = failure or _as_error(model, error)
             if not lengths_vary:
@@ -99,37 +101,49 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
     if labels is not None:
         raise ConfigurationError(
             f"example_inputs has {labels!r}, with which the model computes its loss, one number "
-            "for a whole batch: pass the labels as targets, and compute the loss in loss_fn(output, "
-            "targets)"
+            "for a whole batch: pass the labels as targets, and compute the loss in "
+            "loss_fn(output, targets)"
         )
 
 
 def _converted(
-    model: nn.Module, inputs: Inputs, cut_at: Sequence[str] | None, *, check: bool
+    model: nn.Module, inputs: Inputs, blocks: Sequence[str], *, check: bool
 ) -> ModelLayers:
     with verify.unchanged(model), _without_caches(model):
         model.eval()
-        blocks = choose_blocks(model, _calls(model, inputs), cut_at)
         if not blocks:
             raise UnrecordableError("it has no modules to cut between")
-        programs, refuses_autocast = _programs(model, inputs, opened_by(model, blocks))
+        opened = opened_by(model, blocks)
+        _check_hooks(opened)
+        programs, refuses_autocast = _programs(model, inputs, list(opened.values()))
     names, pieces = pieces_of(programs[False], blocks)
     other, training = pieces_of(programs[True], blocks)
     if names != other:
         raise UnrecordableError("it calls other blocks in training than in evaluation")
     layers = _layers(model, inputs, names, pieces, training)
     for layer in layers:
-        layer._refuses_autocast = refuses_autocast  # type: ignore[assignment]
+        layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
+    layers.watch(SettingsWatch(opened))
     layers.train(model.training)
     if check:
         with verify.unchanged(model), _without_caches(model):
             _verify(model, layers, inputs)
     layers.train(model.training)
+    inputs.forget_values()
     return layers
 
 
-def _calls(model: nn.Module, inputs: Inputs) -> Counter[str]:
-    """Return how often a forward calls each module."""
+def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
+    for name, module in opened.items():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise UnrecordableError(
+                f"module {name!r} has hooks, which would never be called, as layers repeat "
+                "only its operations: register them on a block or on a module between blocks"
+            )
+
+
+def _calls(model: nn.Module, example_inputs: Any) -> Counter[str]:
+    """Return how often a forward calls each module. Errors of the model are raised as they are."""
     counts: Counter[str] = Counter()
     paths = {module: name for name, module in model.named_modules()}
 
@@ -137,10 +151,12 @@ def _calls(model: nn.Module, inputs: Inputs) -> Counter[str]:
         if module in paths:
             counts[paths[module]] += 1
 
+    inputs = Inputs(example_inputs, lengths_vary=False)
     handle = nn.modules.module.register_module_forward_pre_hook(count)
     try:
         args, kwargs = inputs.resized(_corner(inputs))
-        with torch.no_grad():
+        with verify.unchanged(model), _without_caches(model), torch.no_grad():
+            model.eval()
             model(*args, **kwargs)
     finally:
         handle.remove()
@@ -323,26 +339,29 @@ def _configs(config: Any) -> Iterator[Any]:
 
 def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
     """Compare the layers with the model on other samples, sizes and padding."""
-    parameters = list(model.named_parameters())
-    full = [x.size for x in inputs.dimensions[1:]]
-    shorter = [max(1, size - 2) for size in full]
-    cases: list[tuple[str, tuple[int, ...], int, bool]] = [
-        ("one sample in evaluation", (1, *shorter), 1, False),
-        ("three samples in training", (3, *full), 2, True),
-        ("four samples in evaluation", (4, *shorter), 3, False),
-    ]
-    for what, sizes, roll, training in cases:
-        for padded in _paddings(inputs.resized(sizes, roll)):
-            args, kwargs = padded
-            model.train(training)
-            layers.train(training)
-            given = kwargs or (args if len(args) > 1 else args[0])
-            verify.compare(
-                lambda args=args, kwargs=kwargs: model(*args, **kwargs),  # type: ignore[misc]
-                lambda given=given: _run_apart(layers, given),  # type: ignore[misc]
-                parameters,
-                f"for {what} of sizes {sizes}",
-            )
+    full = tuple(x.size for x in inputs.dimensions[1:])
+    shorter = tuple(max(1, size - 2) for size in full)
+    for training, sizes, padded in (
+        (False, (1, *shorter), False),
+        (False, (1, *shorter), True),
+        (True, (3, *full), True),
+    ):
+        args, kwargs = inputs.resized(sizes, roll=sizes[0])
+        if masks := _masks(kwargs):
+            kwargs = {**kwargs, **{name: _mask_like(x, padded) for name, x in masks.items()}}
+        elif padded and not training:
+            continue
+        model.train(training)
+        layers.train(training)
+        given = kwargs or (args if len(args) > 1 else args[0])
+        mode = "training" if training else "evaluation"
+        verify.compare(
+            model,
+            lambda args=args, kwargs=kwargs: model(*args, **kwargs),  # type: ignore[misc]
+            lambda given=given: _run_apart(layers, given),  # type: ignore[misc]
+            f"in {mode} on a batch of sizes {', '.join(map(str, sizes))}"
+            + (" with padding" if padded and masks else ""),
+        )
 
 
 def _run_apart(layers: ModelLayers, value: Any) -> Any:
@@ -351,20 +370,19 @@ def _run_apart(layers: ModelLayers, value: Any) -> Any:
     return value
 
 
-def _paddings(given: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[Any]:
-    """Yield the arguments without padding, and with padding at the end of each second sample."""
-    args, kwargs = given
-    masks = {
+def _masks(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the padding masks among keyword arguments: 1 or 0 for each token."""
+    return {
         name: x
         for name, x in kwargs.items()
         if name.endswith("mask") and isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 1
         if not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())
     }
-    if not masks:
-        yield given
-        return
-    yield args, {**kwargs, **{name: torch.ones_like(x) for name, x in masks.items()}}
-    padded = {name: torch.ones_like(x) for name, x in masks.items()}
-    for mask in padded.values():
-        mask[::2, -(mask.shape[1] // 3 or 1) :] = 0
-    yield args, {**kwargs, **padded}
+
+
+def _mask_like(mask: Tensor, padded: bool) -> Tensor:
+    """Return a mask of ones, or one that ends with zeros in each second sample."""
+    made = torch.ones_like(mask)
+    if padded:
+        made[::2, -(mask.shape[1] // 3 or 1) :] = 0
+    return made

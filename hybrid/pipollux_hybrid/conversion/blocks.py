@@ -40,13 +40,13 @@ def choose_blocks(
     return [name for name, _ in model.named_children() if calls.get(name)]
 
 
-def opened_by(model: nn.Module, blocks: Collection[str]) -> list[nn.Module]:
-    """Return the modules around blocks, whose forwards are recorded."""
+def opened_by(model: nn.Module, blocks: Collection[str]) -> dict[str, nn.Module]:
+    """Return the modules around blocks, whose forwards are recorded, by name."""
     around = {""}
     for name in blocks:
         parts = name.split(".")
         around |= {".".join(parts[:count]) for count in range(1, len(parts))}
-    return [model.get_submodule(name) for name in sorted(around)]
+    return {name: model.get_submodule(name) for name in sorted(around)}
 
 
 def _given(model: nn.Module, calls: Mapping[str, int], cut_at: Sequence[str]) -> list[str]:

@@ -53,8 +53,9 @@ class Inputs:
             self.dimensions += self._lengths()
         _, self._spec = pytree.tree_flatten(arguments(example))
 
-    def __deepcopy__(self, _memo: Any) -> Inputs:
-        return self  # nothing of it changes
+    def __deepcopy__(self, _: Any) -> Inputs:
+        """Copies of a layer share it, as it never changes."""
+        return self
 
     @property
     def tensors(self) -> dict[int, Tensor]:
@@ -105,6 +106,12 @@ class Inputs:
                 index = torch.arange(roll, roll + size, device=leaves[i].device)
                 leaves[i] = leaves[i].index_select(dim, index % dimension.size)
         return pytree.tree_unflatten(leaves, self._spec)
+
+    def forget_values(self) -> None:
+        """Keep the shapes and dtypes of the example only."""
+        self._leaves = [
+            torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in self._leaves
+        ]
 
     def read(self, batch: Any) -> tuple[tuple[int, ...], list[Any]]:
         """Return the sizes and the leaves of a batch.

@@ -11,6 +11,7 @@ from pipollux_hybrid.checkpoint.parameter_groups import RECORDED, plain_name
 from pipollux_hybrid.errors import ConfigurationError
 
 from .pieces import Piece, RecordedLayer
+from .watch import SettingsWatch
 
 
 class ModelLayers(nn.Sequential):
@@ -21,6 +22,8 @@ class ModelLayers(nn.Sequential):
     those of the layers.
     """
 
+    _settings: SettingsWatch | None = None
+
     def __init__(
         self, layers: Mapping[str, RecordedLayer], pieces: Sequence[Piece], order: Sequence[str]
     ) -> None:
@@ -28,6 +31,17 @@ class ModelLayers(nn.Sequential):
         for number, (name, layer) in enumerate(layers.items()):
             self.add_module(f"{number}{RECORDED}{name.replace('.', '/')}", layer)
         self._pieces, self._order = list(pieces), list(order)
+
+    def watch(self, settings: SettingsWatch) -> None:
+        """Refuse to run when settings of the model change."""
+        self._settings = settings
+        next(iter(self)).watch = settings  # type: ignore[assignment]  # a RecordedLayer
+
+    def train(self, mode: bool = True) -> ModelLayers:
+        """Set the mode of the layers, and of the model's modules around them."""
+        if self._settings is not None:
+            self._settings.set_mode(mode)
+        return super().train(mode)
 
     def describe(self) -> str:
         """Return a table of the layers.

@@ -36,6 +36,7 @@ from .expressions import (
 )
 from .inputs import Inputs
 from .recorder import Call, Recording
+from .watch import SettingsWatch
 
 _numbers = itertools.count()
 
@@ -110,13 +111,16 @@ class RecordedLayer(Scope):
         super().__init__()
         self._inputs = inputs
         self._run: dict[bool, Callable[[Any, Any], Any]] = {}
-        self._refuses_autocast: str | None = None
+        self.refuses_autocast: str | None = None
+        self.watch: SettingsWatch | None = None
 
     def forward(self, value: Any) -> Any:
         """Run the layer's calls."""
-        if self._refuses_autocast is not None and torch.is_autocast_enabled(_device_of(value).type):
+        if self.watch is not None:
+            self.watch.check(training=self.training)
+        if self.refuses_autocast is not None and torch.is_autocast_enabled(_device_of(value).type):
             raise ConfigurationError(
-                f"the model cannot be run under autocast as layers: {self._refuses_autocast}"
+                f"the model cannot be run under autocast as layers: {self.refuses_autocast}"
             )
         return self._run[self.training](self, value)
 
@@ -226,8 +230,8 @@ def _differs(where: str, value: Any, expected: Any) -> NoReturn:
     raise ConfigurationError(
         f"{where}: the model decides by its data which operations run; the answer was {expected!r} "
         f"on the example inputs and is {value!r} for this batch, and the layers have "
-        "the operations for the first only: give example_inputs like this batch, or cut_at= modules around the "
-        "decision"
+        "the operations for the first only: give example_inputs like this batch, or cut_at= "
+        "modules around the decision"
     )
 
 

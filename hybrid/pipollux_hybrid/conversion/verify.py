@@ -17,54 +17,61 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 
 def compare(
-    model: Callable[[], Any],
-    layers: Callable[[], Any],
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    what: str,
+    model: nn.Module, original: Callable[[], Any], layers: Callable[[], Any], what: str
 ) -> None:
-    """Compare outputs and gradients of a model and its layers, run from the same random state.
+    """Compare outputs, gradients and changes of buffers of a model and its layers.
+
+    Both run from the same random state and the same buffers, which are restored.
 
     Raises:
         UnrecordableError: They differ; ``what`` names the batch.
     """
-    trained = [(name, x) for name, x in parameters if x.requires_grad]
-    state = _random_state()
-    expected, gradients = _run(model, trained)
-    _set_random_state(state)
-    found, ours = _run(layers, trained)
+    trained = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
+    expected, gradients, buffers = _run(model, original, trained)
+    found, ours, changed = _run(model, layers, trained)
     if len(found) != len(expected):
         raise UnrecordableError(
-            f"{what}: the layers return {len(found)} tensors, and the model {len(expected)}"
+            f"{what}, the layers return {len(found)} tensors, and the model {len(expected)}"
         )
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):
         if not _equal(one, other):
-            raise UnrecordableError(
-                f"{what}: output {place} of the layers differs from the model's"
-                f"{_by(one, other)}; use layers written by hand"
-            )
+            raise _different(what, f"output {place} of the layers", _by(one, other))
     # Some gradients are zero but for rounding, such as those of the biases of keys in attention.
     largest = max((float(x.abs().max()) for x in gradients if x is not None), default=0.0)
-    for (name, _), mine, theirs in zip(trained, ours, gradients, strict=True):
-        if (mine is None) != (theirs is None) or (
-            mine is not None and theirs is not None and not _equal(theirs, mine, largest)
-        ):
-            raise UnrecordableError(
-                f"{what}: the gradient of {name!r} differs from the model's; use layers written by "
-                "hand"
-            )
+    for (name, _), mine, theirs in zip(trained, ours, gradients, strict=False):
+        if (mine is None) != (theirs is None):
+            raise _different(what, f"the gradient of {name!r}", ", as only one of them has one")
+        if mine is not None and theirs is not None and not _equal(theirs, mine, largest):
+            raise _different(what, f"the gradient of {name!r}", _by(theirs, mine))
+    for name, value in buffers.items():
+        if not _equal(value, changed[name]):
+            raise _different(what, f"buffer {name!r}", _by(value, changed[name]))
+
+
+def _different(what: str, value: str, by: str) -> UnrecordableError:
+    return UnrecordableError(
+        f"{what}, {value} differs from the model's{by}: write its layers by hand, see "
+        "docs/howto/layers.md"
+    )
 
 
 def _run(
-    function: Callable[[], Any], trained: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[list[Tensor], Sequence[Tensor | None]]:
-    outputs = [x for x in pytree.tree_leaves(function()) if isinstance(x, Tensor)]
-    roots = [x for x in outputs if x.requires_grad]
-    if not roots or not trained:
-        return outputs, []
-    torch.manual_seed(0)
-    weights = [torch.randn_like(x) for x in roots]
-    gradients = torch.autograd.grad(roots, [x for _, x in trained], weights, allow_unused=True)
-    return [x.detach() for x in outputs], gradients
+    model: nn.Module,
+    function: Callable[[], Any],
+    trained: Sequence[tuple[str, nn.Parameter]],
+) -> tuple[list[Tensor], Sequence[Tensor | None], dict[str, Tensor]]:
+    """Return the outputs, the gradients of a fixed sum of them, and the buffers afterwards."""
+    with unchanged(model):
+        outputs = [x for x in pytree.tree_leaves(function()) if isinstance(x, Tensor)]
+        buffers = {name: x.detach().clone() for name, x in model.named_buffers()}
+        roots = [x for x in outputs if x.requires_grad]
+        gradients: Sequence[Tensor | None] = []
+        if roots and trained:
+            torch.manual_seed(0)
+            weights = [torch.randn_like(x) for x in roots]
+            parameters = [x for _, x in trained]
+            gradients = torch.autograd.grad(roots, parameters, weights, allow_unused=True)
+    return [x.detach() for x in outputs], gradients, buffers
 
 
 def separate(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pipollux_hybrid import HybridParallel, WeightedLoss, init_process_group
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import assert_close, gradients
 from tests.hybrid.stage_processes.training import run_stages
-from tests.hybrid.test_models_page import LENGTH, RECIPES, VOCABULARY, make_batch
+from tests.hybrid.test_layers_page import LENGTH, RECIPES, VOCABULARY, make_batch
 
 ROWS = 7  # the last micro-batch is shorter, and no row of it is padded
 
@@ -85,7 +85,7 @@ def layers_of(name: str, model: Any, page: str) -> nn.Sequential:
         if "_layers(" in block or "class " in block:
             # Its scripts train something else.
             found = [x for x in ast.parse(block).body if isinstance(x, defines)]
-            code = compile(ast.Module(found, []), "docs/howto/models.md", "exec")
+            code = compile(ast.Module(found, []), "docs/howto/layers.md", "exec")
             exec(code, names)  # noqa: S102  # our own page
     module = names[RECIPES[name][1]](model)
     assert isinstance(module, nn.Sequential)
@@ -144,7 +144,7 @@ def trained(name: str, page: str, schedule: str, checkpoint: str) -> dict[str, T
 def test_gradients_are_the_originals(
     repository: Path, name: str, schedule: str, checkpoint: str
 ) -> None:
-    page = (repository / "docs" / "howto" / "models.md").read_text()
+    page = (repository / "docs" / "howto" / "layers.md").read_text()
     (stages,) = run_stages(trained, 1, 2, name, page, schedule, checkpoint)
     contexts.reset()
     model = make(name)

@@ -1,4 +1,4 @@
-"""The recipes of docs/howto/models.md give the original models: outputs and gradients."""
+"""The recipes of docs/howto/layers.md give the original models: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def fresh_context() -> Iterator[None]:
 def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page's Python defines, run from top to bottom as a user would."""
     contexts.reset()
-    text = (repository / "docs" / "howto" / "models.md").read_text()
+    text = (repository / "docs" / "howto" / "layers.md").read_text()
     names: dict[str, Any] = {"__name__": "docs_models"}
     with contextlib.chdir(tmp_path_factory.mktemp("page")):
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-            exec(compile(block, f"docs/howto/models.md, block {number}", "exec"), names)  # noqa: S102  # our own page
+            exec(compile(block, f"docs/howto/layers.md, block {number}", "exec"), names)  # noqa: S102  # our own page
     pipollux.destroy_process_group()
     return names
 
@@ -207,7 +207,7 @@ def test_a_tie_over_stages_is_refused_as_the_page_says(
     module = page["gpt2_layers"](make_gpt2(tied=True))
     with pytest.raises(ConfigurationError) as caught:
         HybridParallel(module, torch.optim.SGD(module.parameters(), lr=0.1), num_stages=2)
-    assert str(caught.value) in (repository / "docs" / "howto" / "models.md").read_text()
+    assert str(caught.value) in (repository / "docs" / "howto" / "layers.md").read_text()
 
 
 class Block(nn.Module):
@@ -282,9 +282,9 @@ def test_resnet(page: dict[str, Any], num_stages: int, num_microbatches: int, fr
         torch.testing.assert_close(gradient, gradients_of(original)[name], **EXACT)
 
 
-def test_another_kind_of_module_is_sent_to_the_page() -> None:
+def test_another_kind_of_module_needs_an_example() -> None:
     gpt2 = make_gpt2(tied=False)
-    with pytest.raises(ConfigurationError, match=r"GPT2LMHeadModel: .*docs/howto/models\.md"):
+    with pytest.raises(ConfigurationError, match=r"GPT2LMHeadModel is no .* pass example_inputs"):
         HybridParallel(gpt2, torch.optim.SGD(gpt2.parameters(), lr=0.1))
 
 
@@ -294,7 +294,7 @@ def test_a_pretrained_model_is_untied_and_saved_as_the_page_says(
     gpt2 = make_gpt2(tied=True)
     before = gpt2(**make_batch()).logits
     untying = "gpt2.lm_head.weight = nn.Parameter(gpt2.transformer.wte.weight.detach().clone())"
-    assert untying in (repository / "docs" / "howto" / "models.md").read_text()
+    assert untying in (repository / "docs" / "howto" / "layers.md").read_text()
     gpt2.config.tie_word_embeddings = False
     exec(untying, {"gpt2": gpt2, "nn": nn})  # noqa: S102  # our own page
     module = page["gpt2_layers"](gpt2)

@@ -1,0 +1,80 @@
+"""Converted models train to the parameters of the original: both engines, two replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipollux_hybrid import HybridParallel, init_process_group, replica_rank
+from pipollux_hybrid.job import context as contexts
+from pipollux_hybrid.job.context import context
+from tests.hybrid.conversion.small_models import (
+    NAMES,
+    ROWS,
+    loss_of,
+    make_batches,
+    make_model,
+    train_plain,
+)
+from tests.hybrid.stage_processes.training import run_stages
+
+STEPS = 20
+
+
+def trained(name: str, num_stages: int, schedule: str | None) -> dict[str, Tensor]:
+    """Train on the rows of this replica; return the whole state."""
+    contexts.reset()
+    init_process_group("gloo")
+    replicas = context().env.num_replicas
+    share = slice(replica_rank(), ROWS, replicas)
+    original = make_model(name)
+    batches = make_batches(name, STEPS)
+    optimizer = torch.optim.AdamW(original.parameters(), lr=1e-2)
+    model = HybridParallel(
+        original,
+        optimizer,
+        example_inputs=batches[0][0],
+        num_stages=num_stages,
+        num_microbatches=2,
+        schedule=schedule,
+    )
+    assert len(model.balance) == num_stages
+    for batch, targets in batches:
+        optimizer.zero_grad()
+        mine = {key: x[share] for key, x in batch.items()}
+        model.train_step(mine, targets[share], loss_of)
+        optimizer.step()
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+def assert_same(found: dict[str, Tensor], name: str) -> None:
+    expected = train_plain(name, STEPS)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key].cpu(), value, rtol=1e-9, atol=1e-11)
+
+
+def only_default(name: str, *defaults: str) -> Any:
+    return name if name in defaults else pytest.param(name, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [only_default(name, "llama", "whisper") for name in NAMES])
+def test_in_one_process(name: str, num_stages: int) -> None:
+    contexts.reset()
+    try:
+        assert_same(trained(name, num_stages, None), name)
+    finally:
+        contexts.reset()
+
+
+@pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [only_default(name, "t5") for name in NAMES])
+def test_in_stage_processes_with_two_replicas(name: str, num_stages: int) -> None:
+    environment = {"PIPOLLUX_NUM_STAGES": str(num_stages)}
+    stages = run_stages(trained, 2, num_stages, name, num_stages, "1f1b", environment=environment)
+    assert_same(stages[0][0], name)
