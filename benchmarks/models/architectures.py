@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 TASKS = [
-    *("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM", "MASKED_LM", "SEQUENCE_CLASSIFICATION"),
+    *(
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "CAUSAL_LM",
+        "MASKED_LM",
+        "SEQUENCE_CLASSIFICATION",
+    ),
     *("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC"),
     *("MASKED_IMAGE_MODELING", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION"),
     *("TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "DEPTH_ESTIMATION", "BACKBONE"),
@@ -39,7 +45,9 @@ def _table(text: str, value: Any) -> dict[str, Any]:
 
 SIZES: dict[str, Any] = {
     **_table("hidden_size d_model n_embd embed_dim dim emb_dim embedding_size d_embed", 32),
-    **_table("word_embed_proj_dim input_embedding_size block_dim lru_width attention_hidden_size", 32),
+    **_table(
+        "word_embed_proj_dim input_embedding_size block_dim lru_width attention_hidden_size", 32
+    ),
     **_table("decoder_hidden_size encoder_hidden_size output_hidden_size projection_dim", 32),
     **_table("encoder_embed_dim decoder_embed_dim hidden_dim d_hidden rescale_every", 32),
     **_table("num_attention_heads n_head n_heads num_heads encoder_attention_heads", 4),
@@ -289,7 +297,9 @@ def _try(model: nn.Module, example: Any) -> None:
         model.train(training)
         output = model(**example) if isinstance(example, dict) else model(example)
         total = sum(
-            x.double().sum() for x in tensors_of(output) if x.is_floating_point() and x.requires_grad
+            x.double().sum()
+            for x in tensors_of(output)
+            if x.is_floating_point() and x.requires_grad
         )
         if not isinstance(total, Tensor):
             raise NotBuiltError("no output has a gradient")
@@ -489,9 +499,7 @@ def _declare_operators() -> None:
 
 _KEPT: list[Any] = []
 
-TIMM = (
-    *("vit_tiny_patch16_224", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"),
-)
+TIMM = (*("vit_tiny_patch16_224", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"),)
 
 
 def timm_rows() -> list[Row]:

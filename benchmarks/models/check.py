@@ -33,7 +33,7 @@ class Result:
     detail: str = ""
     layers: int = 0
     lengths: str = ""
-    """Whether sequences may be shorter than the example's: any, fixed, or empty without any."""
+    """Whether sequences may be shorter than the example's: any, limited, or empty without any."""
     carried: int = 0
     shared: int = 0
     """Parameters in more than one layer."""
@@ -61,13 +61,15 @@ def check(case: Case) -> Result:
         copies = [copy.deepcopy(layer) for layer in layers.children()]
         for cases in (_evaluations(case.example), _trainings(case.example)):
             for what, batch, training in cases:
+                model.train(training)  # which the layers compare with their own mode
                 try:
                     _compare(reference, copies, batch, training=training, what=what)
                 except ConfigurationError as error:
                     if "shorter" in what and "the layers were recorded for" in str(error):
-                        result.lengths = "fixed"
+                        result.lengths = "limited"
                         continue
                     return dataclasses.replace(result, result="rejected", detail=f"{what}: {error}")
+        model.eval()
         _interleaved(original, layers, case.example)
     except WrongError as error:
         result.result, result.detail = "wrong", str(error)
@@ -188,7 +190,9 @@ def _compare(
     for layer in copies:
         value = _cloned(layer(value))
     _same_output(expected, value, what)
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(6)) for x in _roots(expected)]
+    weights = [
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(6)) for x in _roots(expected)
+    ]
     _backward(expected, weights)
     _backward(value, weights)
     _same_gradients(reference, copies, what)
@@ -240,7 +244,12 @@ def _same_gradients(reference: nn.Module, copies: list[nn.Module], what: str) ->
                 name = names[name]
                 found[name] = found[name] + parameter.grad if name in found else parameter.grad
     largest = max(
-        (float(x.grad.abs().max()) for x in reference.parameters() if x.grad is not None), default=0.0
+        (
+            float(x.grad.nan_to_num(0, 0, 0).abs().max())
+            for x in reference.parameters()
+            if x.grad is not None and x.numel()
+        ),
+        default=0.0,
     )
     for name, parameter in reference.named_parameters():
         if (parameter.grad is None) != (name not in found):

@@ -71,7 +71,9 @@ def key(row: Row) -> str:
 
 
 def _shown(result: dict[str, Any]) -> str:
-    return " ".join(str(x) for x in (result.get("result"), result.get("detail"), result.get("pipeline")) if x)
+    return " ".join(
+        str(x) for x in (result.get("result"), result.get("detail"), result.get("pipeline")) if x
+    )
 
 
 def _chosen(options: argparse.Namespace, results: dict[str, Any]) -> list[Row]:
@@ -95,9 +97,7 @@ ROWS = {
 }
 
 
-def run(
-    rows: Sequence[Row], options: argparse.Namespace
-) -> Iterator[tuple[Row, dict[str, Any]]]:
+def run(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, dict[str, Any]]]:
     """Run rows in processes of their own."""
     _warm_up(options.sources)
     context = mp.get_context("fork")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
+OTHER_BATCH_SIZE = 5
+"""Samples of a batch that is recorded to check the result."""
 
 
 def as_layers(
@@ -56,7 +59,7 @@ def as_layers(
         model: Any module. Layers share its parameters, buffers and modules.
         example_inputs: A batch: a tensor, a tuple of the forward's arguments, or a dict of its
             keyword arguments, without labels. Batches may have any number of samples, and for
-            models of tokens any length that the model allows.
+            models of tokens any length up to the example's.
         cut_at: Names of the modules before which the model is cut, or of lists of these. By default
             the members of its lists of equal modules.
         verify: Whether to compare the layers with the model.
@@ -120,6 +123,7 @@ def _converted(
     other, training = pieces_of(programs[True], blocks)
     if names != other:
         raise UnrecordableError("it calls other blocks in training than in evaluation")
+    _check_changes(model, ["first", *names, "last"], pieces, training)
     layers = _layers(model, inputs, names, pieces, training)
     for layer in layers:
         layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
@@ -131,6 +135,33 @@ def _converted(
     layers.train(model.training)
     inputs.forget_values()
     return layers
+
+
+def _check_changes(model: nn.Module, names: Sequence[str], *programs: Sequence[Piece]) -> None:
+    """Refuse buffers that one layer changes and another uses: each may have its own copy.
+
+    Raises:
+        UnrecordableError: There is one.
+    """
+    found = dict(model.named_modules())
+    states = dict(_tensors(model))
+    used: dict[Tensor, set[str]] = {}
+    changed: dict[Tensor, str] = {}
+    for program in programs:
+        for name, piece in zip(names, program, strict=True):
+            here = {x for called in modules_of(piece) for x in found[called].buffers()}
+            here |= {states[x] for x in states_of(piece)}
+            for tensor in here:
+                used.setdefault(tensor, set()).add(name)
+            for call in piece.calls:
+                changed |= {states[x]: x for x in call.changes}
+    for tensor, name in changed.items():
+        if len(used.get(tensor, ())) > 1:
+            raise UnrecordableError(
+                f"buffer {name!r} is changed in one layer and used in others "
+                f"({', '.join(sorted(used[tensor]))}), which may be in other processes: cut "
+                "around them with cut_at="
+            )
 
 
 def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
@@ -200,9 +231,40 @@ def _programs(
 
 
 def _over_sizes(model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]) -> Recording:
-    return unify.over_sizes(
+    """Record at the corners of a grid of sizes, and see how far the result holds.
+
+    Two lengths do not tell a length from its remainder, or from the smaller of it and a limit.
+    """
+    made = unify.over_sizes(
         {sizes: _recorded(model, inputs, opened, sizes) for sizes in _grid(inputs)}
     )
+    corner = _corner(inputs)
+
+    def holds(place: int, size: int) -> bool:
+        sizes = (*corner[:place], size, *corner[place + 1 :])
+        try:
+            unify.check_size(made, _recorded(model, inputs, opened, sizes), sizes)
+        except (ConfigurationError, RuntimeError, ValueError, IndexError):
+            return False
+        return True
+
+    if not holds(0, OTHER_BATCH_SIZE):
+        raise UnrecordableError(
+            "its operations depend on the number of samples in another way than by sums of "
+            "products: move the code into a block"
+        )
+    inputs.limit(0, 1 if holds(0, 1) else BATCH_SIZES[0])
+    for place, dimension in enumerate(inputs.dimensions[1:], 1):
+        fitting = itertools.takewhile(lambda x: holds(place, x), _shorter(dimension.size))  # noqa: B023  # used up here
+        inputs.limit(place, min(fitting, default=dimension.size - 1))
+    return made
+
+
+def _shorter(length: int) -> Iterator[int]:
+    """Yield smaller lengths down to 1, which get closer together."""
+    yield length - 2
+    while (length := length // 2) >= 1:
+        yield length
 
 
 def _recorded(
@@ -340,10 +402,11 @@ def _configs(config: Any) -> Iterator[Any]:
 def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
     """Compare the layers with the model on other samples, sizes and padding."""
     full = tuple(x.size for x in inputs.dimensions[1:])
-    shorter = tuple(max(1, size - 2) for size in full)
+    shorter = tuple(max(x.minimum, x.size - 2) for x in inputs.dimensions[1:])
+    least = inputs.dimensions[0].minimum
     for training, sizes, padded in (
-        (False, (1, *shorter), False),
-        (False, (1, *shorter), True),
+        (False, (least, *shorter), False),
+        (False, (least, *shorter), True),
         (True, (3, *full), True),
     ):
         args, kwargs = inputs.resized(sizes, roll=sizes[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Dimension:
     places: tuple[tuple[int, int], ...]
     """Inputs, by their number among the leaves of a batch, and their dimensions of this size."""
     size: int
+    minimum: int = 1
+    """The smallest size for which layers were recorded. Lengths are at most the example's."""
 
 
 class Inputs:
@@ -131,7 +133,25 @@ class Inputs:
         sizes = tuple(leaves[places[0][0]].shape[places[0][1]] for places in self._places)
         for i, leaf in enumerate(leaves):
             self._check(i, leaf, sizes)
+        for place, (dimension, size) in enumerate(zip(self.dimensions, sizes, strict=True)):
+            if size < dimension.minimum or (place > 0 and size > dimension.size):
+                raise ConfigurationError(
+                    f"the batch has {dimension.name} {size}, and the layers were recorded for "
+                    f"{self._range(place)}: the model may do something else at other sizes; pad "
+                    "the batch, or give example_inputs as long as the longest batch"
+                )
         return sizes, leaves
+
+    def _range(self, place: int) -> str:
+        dimension = self.dimensions[place]
+        if place == 0:
+            return f"{dimension.minimum} or more"
+        return f"lengths from {dimension.minimum} to {dimension.size}"
+
+    def limit(self, place: int, minimum: int) -> None:
+        """Refuse batches in which a dimension is smaller."""
+        dimension = self.dimensions[place]
+        self.dimensions[place] = replace(dimension, minimum=max(minimum, dimension.minimum))
 
     @property
     def _places(self) -> list[tuple[tuple[int, int], ...]]:

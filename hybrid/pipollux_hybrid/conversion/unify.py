@@ -61,6 +61,25 @@ def over_sizes(recordings: Mapping[tuple[int, ...], Recording]) -> Recording:
     return _merged(list(recordings.values()), merge, "batches of other sizes")
 
 
+def check_size(recording: Recording, other: Recording, sizes: tuple[int, ...]) -> None:
+    """Compare a recording for all sizes with one at sizes that it was not made from.
+
+    Raises:
+        DifferentCallsError: It would do something else there.
+    """
+
+    def merge(leaves: Sequence[Expression], where: str) -> Expression:
+        one, found = leaves
+        if isinstance(one, Polynomial) and found == Literal(evaluate(one, sizes)):
+            return one
+        raise DifferentCallsError(
+            f"{where}: {_shown(leaves)} for batches of sizes {sizes} is no sum of products of "
+            "sizes: move the code into a block"
+        )
+
+    _merged([recording, other], merge, "batches of other sizes")
+
+
 def with_training(evaluation: Recording, training: Recording, corner: tuple[int, ...]) -> Recording:
     """Return a recording for both modes; ``training`` was made at the sizes of ``corner``."""
 

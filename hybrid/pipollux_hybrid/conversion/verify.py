@@ -37,7 +37,14 @@ def compare(
         if not _equal(one, other):
             raise _different(what, f"output {place} of the layers", _by(one, other))
     # Some gradients are zero but for rounding, such as those of the biases of keys in attention.
-    largest = max((float(x.abs().max()) for x in gradients if x is not None), default=0.0)
+    largest = max(
+        (
+            float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
+            for x in gradients
+            if x is not None and x.numel()
+        ),
+        default=0.0,
+    )
     for (name, _), mine, theirs in zip(trained, ours, gradients, strict=False):
         if (mine is None) != (theirs is None):
             raise _different(what, f"the gradient of {name!r}", ", as only one of them has one")
