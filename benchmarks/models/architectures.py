@@ -66,7 +66,7 @@ SIZES: dict[str, Any] = {
     **_table("linear_key_head_dim linear_value_head_dim index_head_dim global_head_dim", 8),
     **_table("linear_num_key_heads index_n_heads", 2),
     **_table("linear_num_value_heads mamba_n_heads mamba_num_heads", 4),
-    **_table("qk_rope_head_dim qk_nope_head_dim", 4),
+    **_table("qk_rope_head_dim qk_nope_head_dim rotary_dim", 4),
     **_table("kv_lora_rank q_lora_rank o_lora_rank", 16),
     **_table("num_experts n_routed_experts num_local_experts moe_num_experts", 4),
     **_table("num_experts_per_tok moe_topk moe_k num_experts_per_token top_k_experts", 2),

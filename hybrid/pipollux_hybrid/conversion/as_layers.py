@@ -253,11 +253,16 @@ def _over_sizes(model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]) -
             "its operations depend on the number of samples in another way than by sums of "
             "products: move the code into a block"
         )
-    inputs.limit(0, 1 if holds(0, 1) else BATCH_SIZES[0])
+    _limit(inputs, 0, 1 if holds(0, 1) else BATCH_SIZES[0])
     for place, dimension in enumerate(inputs.dimensions[1:], 1):
         fitting = itertools.takewhile(lambda x: holds(place, x), _shorter(dimension.size))  # noqa: B023  # used up here
-        inputs.limit(place, min(fitting, default=dimension.size - 1))
+        _limit(inputs, place, min(fitting, default=dimension.size - 1))
     return made
+
+
+def _limit(inputs: Inputs, place: int, minimum: int) -> None:
+    """Limit sizes to those for which the recordings of both modes hold."""
+    inputs.limit(place, max(minimum, inputs.dimensions[place].minimum))
 
 
 def _shorter(length: int) -> Iterator[int]:
@@ -404,27 +409,53 @@ def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
     full = tuple(x.size for x in inputs.dimensions[1:])
     shorter = tuple(max(x.minimum, x.size - 2) for x in inputs.dimensions[1:])
     least = inputs.dimensions[0].minimum
-    for training, sizes, padded in (
-        (False, (least, *shorter), False),
-        (False, (least, *shorter), True),
-        (True, (3, *full), True),
-    ):
-        args, kwargs = inputs.resized(sizes, roll=sizes[0])
-        if masks := _masks(kwargs):
-            kwargs = {**kwargs, **{name: _mask_like(x, padded) for name, x in masks.items()}}
-        elif padded and not training:
-            continue
-        model.train(training)
-        layers.train(training)
-        given = kwargs or (args if len(args) > 1 else args[0])
-        mode = "training" if training else "evaluation"
-        verify.compare(
-            model,
-            lambda args=args, kwargs=kwargs: model(*args, **kwargs),  # type: ignore[misc]
-            lambda given=given: _run_apart(layers, given),  # type: ignore[misc]
-            f"in {mode} on a batch of sizes {', '.join(map(str, sizes))}"
-            + (" with padding" if padded and masks else ""),
-        )
+    _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=False)
+    _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=True)
+    _verify_case(model, layers, inputs, (3, *full), training=True, padded=True)
+    if least > 1:
+        _verify_single(model, layers, inputs, shorter)
+
+
+def _verify_single(
+    model: nn.Module, layers: ModelLayers, inputs: Inputs, lengths: tuple[int, ...]
+) -> None:
+    """Allow batches of one sample where other operations give equal values.
+
+    Strides of a dimension of size 1 mean nothing, and models look at them before they copy.
+    """
+    inputs.limit(0, 1)
+    try:
+        for training, padded in itertools.product((False, True), repeat=2):
+            _verify_case(model, layers, inputs, (1, *lengths), training=training, padded=padded)
+    except (ConfigurationError, RuntimeError, ValueError, IndexError):
+        inputs.limit(0, BATCH_SIZES[0])
+
+
+def _verify_case(
+    model: nn.Module,
+    layers: ModelLayers,
+    inputs: Inputs,
+    sizes: tuple[int, ...],
+    *,
+    training: bool,
+    padded: bool,
+) -> None:
+    args, kwargs = inputs.resized(sizes, roll=sizes[0])
+    if masks := _masks(kwargs):
+        kwargs = {**kwargs, **{name: _mask_like(x, padded) for name, x in masks.items()}}
+    elif padded and not training:
+        return
+    model.train(training)
+    layers.train(training)
+    given = kwargs or (args if len(args) > 1 else args[0])
+    mode = "training" if training else "evaluation"
+    verify.compare(
+        model,
+        lambda: model(*args, **kwargs),
+        lambda: _run_apart(layers, given),
+        f"in {mode} on a batch of sizes {', '.join(map(str, sizes))}"
+        + (" with padding" if padded and masks else ""),
+    )
 
 
 def _run_apart(layers: ModelLayers, value: Any) -> Any:

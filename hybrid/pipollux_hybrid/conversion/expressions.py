@@ -199,7 +199,9 @@ def source(expression: Expression, names: Names) -> str:
         case Value(index):
             return f"v{index}"
         case State(name):
-            return f"self{path(name)}"
+            owner, _, last = name.rpartition(".")
+            scope = f"self{path(owner)}" if owner else "self"
+            return f"{scope}.{last}" if last.isidentifier() else f"getattr({scope}, {last!r})"
         case Constant(tensor):
             return f"constant({names.of(tensor, 'tensor')}, device)"
         case Literal(value):
@@ -251,7 +253,7 @@ def _container(tree: Tree, names: Names) -> str:
 
 
 def path(name: str) -> str:
-    """Return the source that reads a module, parameter or buffer of a layer.
+    """Return the source that reads a module of a layer.
 
     Example:
         >>> path("h.0.attn")

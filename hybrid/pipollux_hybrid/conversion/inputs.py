@@ -150,8 +150,7 @@ class Inputs:
 
     def limit(self, place: int, minimum: int) -> None:
         """Refuse batches in which a dimension is smaller."""
-        dimension = self.dimensions[place]
-        self.dimensions[place] = replace(dimension, minimum=max(minimum, dimension.minimum))
+        self.dimensions[place] = replace(self.dimensions[place], minimum=minimum)
 
     @property
     def _places(self) -> list[tuple[tuple[int, int], ...]]:

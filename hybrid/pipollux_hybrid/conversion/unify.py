@@ -141,7 +141,10 @@ def _merged_call(row: Sequence[Call], merge: Merge, between: str, *, autocast: b
     if len({x.has_graph for x in row}) > 1:
         raise _different(row, between)
     under = row[-1].has_autocast if autocast else row[0].has_autocast
-    return replace(row[0], args=args, kwargs=kwargs, result=result, has_autocast=under)
+    changes = frozenset[str]().union(*(x.changes for x in row))
+    return replace(
+        row[0], args=args, kwargs=kwargs, result=result, has_autocast=under, changes=changes
+    )
 
 
 def _merged_leaf(
