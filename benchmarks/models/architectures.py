@@ -91,6 +91,9 @@ SIZES: dict[str, Any] = {
 }
 """Values of fields whose default is another integer."""
 
+NEEDED = ("num_experts_per_tok", "n_routed_experts", "moe_intermediate_size")
+"""Fields whose default may be None, with which the model cannot run."""
+
 LISTS: dict[str, Callable[[int], list[int]]] = {
     "hidden_sizes": lambda n: [16 * (i + 1) for i in range(n)],
     "neck_hidden_sizes": lambda n: [16 * (i + 1) for i in range(n)],
@@ -112,6 +115,11 @@ OFF = ("layerdrop", "mask_time_prob", "mask_feature_prob", "router_jitter_noise"
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "diffllama": {"attention_dropout": 0.0},  # it has none
+    **dict.fromkeys(
+        ("swin", "swinv2", "donut-swin", "maskformer-swin"),
+        {"depths": [2, 2, 2], "num_heads": [2, 2, 2], "window_size": 2},
+    ),
 }
 """Fields by model type, or by the name of a configuration class."""
 
@@ -176,6 +184,8 @@ def small_config(cls: type, extra: dict[str, Any] | None = None) -> Any:
             chosen[field.name] = _some_of_each(nested)
             continue
         small = _small(field.name, value, tokens)
+        if field.name == "num_key_value_heads" and "qk_rope_head_dim" in fields:
+            small = SIZES["num_attention_heads"]  # latent attention has no groups
         if field.name == "head_dim" and "qk_rope_head_dim" in fields:
             small = SIZES["qk_rope_head_dim"] if value is not None else None
         if small is not None and small != value:
@@ -219,7 +229,9 @@ def _small(name: str, value: Any, tokens: Iterator[int]) -> Any:
         return None
     if name in ("pad_token_id", "bos_token_id", "eos_token_id") and not isinstance(value, list):
         return SIZES[name]
-    if type(value) is not int:
+    if value is None and name in NEEDED:
+        return SIZES[name]
+    if type(value) is not int or (name == "patch_size" and value <= PATCH):
         return None
     if name in SIZES:
         return SIZES[name]
@@ -346,12 +358,18 @@ def _vision(row: Row) -> nn.Module:
     if row.source == "torchvision":
         import torchvision
 
-        options = {"transform_input": False} if row.name in ("googlenet", "inception_v3") else {}
-        made = torchvision.models.get_model(row.name, weights=None, num_classes=10, **options)
+        if row.name.startswith("vit"):  # the smallest has 86 million parameters
+            made = torchvision.models.VisionTransformer(IMAGE, PATCH, LAYERS, 4, 32, 48, 0.1)
+        else:
+            made = torchvision.models.get_model(row.name, weights=None, num_classes=10)
     else:
         import timm
 
-        made = timm.create_model(row.name, num_classes=10)
+        options = {"num_classes": 10, "drop_rate": 0.1}
+        try:
+            made = timm.create_model(row.name, img_size=64, **options)
+        except TypeError:  # it has no such argument, and takes any size
+            made = timm.create_model(row.name, **options)
     assert isinstance(made, nn.Module)
     return made
 
@@ -372,8 +390,7 @@ def _mask(length: int) -> Tensor:
 
 def _examples(row: Row, model: nn.Module) -> Iterator[Any]:
     if row.source != "transformers":
-        size = getattr(model, "image_size", None) or 64
-        for side in dict.fromkeys((size if isinstance(size, int) else size[0], 64, 96, 224)):
+        for side in (getattr(model, "image_size", 64), 64, 96, 128, 224):
             yield torch.randn(BATCH, 3, side, side)
         return
     names = set(inspect.signature(model.forward).parameters)
@@ -476,32 +493,51 @@ def _masked(name: str, value: Tensor, names: set[str]) -> dict[str, Tensor]:
 
 def torchvision_rows() -> list[Row]:
     """Return one classification model of each of torchvision's modules."""
-    _declare_operators()
+    declare_operators()
     import torchvision
 
     found: dict[str, Row] = {}
     for name in torchvision.models.list_models(module=torchvision.models):
         builder = torchvision.models.get_model_builder(name)
+        name = SMALLER.get(name, name)
         found.setdefault(builder.__module__, Row("torchvision", name, "classification", name))
     return list(found.values())
 
 
-def _declare_operators() -> None:
+SMALLER = {
+    "convnext_base": "convnext_tiny",
+    "regnet_x_16gf": "regnet_y_400mf",
+    "resnet101": "resnet18",
+    "swin_b": "swin_t",
+}
+"""A smaller model of the same module of torchvision, where the first by name is large."""
+
+
+def declare_operators() -> None:
     """Let torchvision be imported where its compiled operators are for another build of torch.
 
     Classification models use none of them.
     """
     library = torch.library.Library("torchvision", "FRAGMENT")
-    if not hasattr(torch.ops.torchvision, "nms"):
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _KEPT.append(library)
 
 
 _KEPT: list[Any] = []
 
-TIMM = (*("vit_tiny_patch16_224", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"),)
+TIMM = (
+    *("vit_tiny_patch16_224", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"),
+    *("convnext_atto", "convnextv2_atto", "resnet18", "efficientnet_b0", "mobilenetv3_small_050"),
+    *("mixer_s32_224", "resmlp_12_224", "gmlp_s16_224", "poolformer_s12", "pvt_v2_b0"),
+    *("cait_xxs24_224", "crossvit_tiny_240", "coat_tiny", "levit_128s", "mobilevit_xxs"),
+    *("edgenext_xx_small", "efficientformer_l1", "fastvit_t8", "ghostnet_050", "regnety_002"),
+    *("repvgg_a0", "xcit_nano_12_p16_224", "tiny_vit_5m_224", "visformer_tiny", "dla46_c"),
+    *("mambaout_femto", "eva02_tiny_patch14_224", "tnt_s_patch16_224", "hrnet_w18_small"),
+)
 
 
 def timm_rows() -> list[Row]:
-    """Return small models of 30 families of timm."""
+    """Return small models of 32 families of timm."""
     return [Row("timm", name, "classification", name) for name in TIMM]

@@ -138,11 +138,14 @@ def _warm_up(sources: Sequence[str]) -> None:
 
         for name in WARM:
             getattr(transformers, name)
+    if "timm" in sources:
+        architectures.declare_operators()
+        import timm  # noqa: F401
 
 
 def _one(row: Row, options: argparse.Namespace, connection: Connection) -> None:
     os.setsid()
-    limit = CPU_SECONDS * (3 if options.pipeline else 1)
+    limit = CPU_SECONDS * (3 if options.pipeline or row.source != "transformers" else 1)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     if not options.verbose:
         nothing = os.open(os.devnull, os.O_WRONLY)

@@ -353,18 +353,19 @@ class _Recorder(TorchFunctionMode):
         """Number the tensors of a result; return it with tensors that are no argument's objects.
 
         A module that returns its argument in evaluation, such as dropout, returns another tensor
-        in training. The two must not be confused, so the model gets a view.
+        in training. The two must not be confused, so the model gets a view. Parameters and
+        buffers stay what they are.
         """
         changed = set(changed)
 
         def number(leaf: Any) -> tuple[Expression, Any]:
             if not isinstance(leaf, Tensor):
                 return Literal(leaf) if _is_plain(leaf) else Opaque(leaf, _identity(leaf)), leaf
-            known = id(leaf) in self._values or id(leaf) in self._states
-            if known and id(leaf) not in changed:
+            is_state = id(leaf) in self._states
+            if id(leaf) in self._values and id(leaf) not in changed:
                 leaf = leaf.view_as(leaf)
             made = Value(self._count)
-            if id(leaf) not in self._states:  # a buffer that was changed stays one
+            if not is_state:  # a buffer that is changed, or moved to where it is, stays one
                 self._values[id(leaf)] = made
             self._count += 1
             self._kept.append(leaf)
