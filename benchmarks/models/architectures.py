@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,13 +113,22 @@ KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 OFF = ("layerdrop", "mask_time_prob", "mask_feature_prob", "router_jitter_noise", "jitter_noise")
 """Fields of features that decide by random numbers of NumPy, or which layers run: off."""
 
+SWIN = {"depths": [2, 2, 2], "num_heads": [2, 2, 2], "window_size": 2}
+HYBRID = ["mamba", "attention"] * 2
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "diffllama": {"attention_dropout": 0.0},  # it has none
-    **dict.fromkeys(
-        ("swin", "swinv2", "donut-swin", "maskformer-swin"),
-        {"depths": [2, 2, 2], "num_heads": [2, 2, 2], "window_size": 2},
-    ),
+    "swin": SWIN,
+    "swinv2": SWIN,
+    "donut-swin": SWIN,
+    "maskformer-swin": SWIN,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": HYBRID},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
 }
 """Fields by model type, or by the name of a configuration class."""
 
@@ -176,7 +185,7 @@ def small_config(cls: type, extra: dict[str, Any] | None = None) -> Any:
     fields = {field.name for field in dataclasses.fields(cls)}
     for field in dataclasses.fields(cls):
         value = _plain_default(field)
-        nested = getattr(default, field.name, None)
+        nested = getattr(default, "__dict__", {}).get(field.name)
         if hasattr(nested, "to_dict") and field.name not in given:
             chosen[field.name] = small_config(type(nested))
             continue
@@ -350,8 +359,7 @@ def _transformers(row: Row) -> nn.Module:
         config = small_config(config_class)
     # The default, grouped matrix products, is not there in float64.
     model = cls._from_config(config, experts_implementation="eager")
-    assert isinstance(model, nn.Module)
-    return model
+    return cast(nn.Module, model)
 
 
 def _vision(row: Row) -> nn.Module:
@@ -370,8 +378,7 @@ def _vision(row: Row) -> nn.Module:
             made = timm.create_model(row.name, img_size=64, **options)
         except TypeError:  # it has no such argument, and takes any size
             made = timm.create_model(row.name, **options)
-    assert isinstance(made, nn.Module)
-    return made
+    return cast(nn.Module, made)
 
 
 # --- examples ----------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ def run(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row,
     """Run rows in processes of their own."""
     _warm_up(options.sources)
     context = mp.get_context("fork")
-    waiting, running = list(rows), {}
+    waiting = list(rows)
+    running: dict[Any, tuple[Row, Any]] = {}
     while waiting or running:
         while waiting and len(running) < options.workers:
             ours, theirs = context.Pipe(duplex=False)
@@ -111,7 +112,6 @@ def run(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row,
             theirs.close()
             running[ours] = row, process
         for connection in wait(list(running)):
-            assert isinstance(connection, Connection)
             row, process = running.pop(connection)
             try:
                 result = connection.recv()

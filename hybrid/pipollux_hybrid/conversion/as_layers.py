@@ -214,8 +214,12 @@ def _programs(
     programs[False] = _over_sizes(model, inputs, opened)
     model.train()
     once = _recorded(model, inputs, opened, corner)
+    sizes = (BATCH_SIZES[1], *(x.size - 1 for x in inputs.dimensions[1:]))
     try:
-        programs[True] = programs[False] = unify.with_training(programs[False], once, corner)
+        both = unify.with_training(programs[False], once, corner)
+        # A number of one mode may depend on sizes.
+        unify.check_size(both, _recorded(model, inputs, opened, sizes), sizes, training=True)
+        programs = {False: both, True: both}
     except unify.DifferentCallsError:
         programs[True] = _over_sizes(model, inputs, opened)
     refused = None

@@ -142,6 +142,9 @@ def write_forward(
         received = [*(["sizes"] if piece.needs_sizes else []), *(f"v{i}" for i in piece.receives)]
         lines.append(f"({', '.join(received)},) = value")
     lines.append("device = device_of(value)")
+    # Another stage's tensor is a leaf with a gradient, and must not change in place.
+    changed = frozenset[int]().union(*(call.mutates for call in piece.calls))
+    lines += [f"v{index} = v{index}.clone()" for index in piece.receives if index in changed]
     last = _last_reads(piece)
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)

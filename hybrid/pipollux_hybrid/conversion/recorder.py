@@ -157,6 +157,8 @@ class Call:
     """Whether autocast was enabled, if it was around the model."""
     changes: frozenset[str] = frozenset()
     """Names of the buffers and parameters that it changes in place."""
+    mutates: frozenset[int] = frozenset()
+    """Numbers of the tensors that it changes in place."""
 
     @property
     def reads(self) -> Iterator[Expression]:
@@ -302,12 +304,14 @@ class _Recorder(TorchFunctionMode):
             returned = run(*args, **kwargs)
             changed = {id(x) for x, version in versions if x._version != version}
             self._check_changed(changed, (given, named), where)
+            mutated = {self._values[x].index for x in changed if x in self._values}
             result, returned = self._result(returned, changed, where)
         finally:
             self._closed = False
         made = Call(target, given, named, result, where, is_module=module is not None)
         made.has_graph, made.has_autocast = graph, autocast or not self._autocast
         made.changes = frozenset(self._states[x].name for x in changed if x in self._states)
+        made.mutates = frozenset(x.index for x in made.reads if isinstance(x, Value)) & mutated
         made.is_random = is_random or any(
             isinstance(x, Value) and x.index in self._drawn for x in made.reads
         )
@@ -330,7 +334,8 @@ class _Recorder(TorchFunctionMode):
         if constants.intersection(changed):
             raise UnrecordableError(
                 f"{where}: the model changes a tensor that is none of its buffers, so that layers "
-                "would each change their own: register it as a buffer, or move the code into a block"
+                "would each change their own: register it as a buffer, or move the code into a "
+                "block"
             )
 
     def _check(self, made: Call) -> None:
@@ -390,9 +395,9 @@ class _Recorder(TorchFunctionMode):
                 )
             if _has_module(leaf):
                 raise UnrecordableError(
-                    f"{where}: the model passes a module, or a function with one, to a function, "
-                    "so that layers would not know its parameters: call the module itself, or move "
-                    "the code into a block"
+                    f"{where}: the model passes a module, or a function with a module or tensor in "
+                    "it, to a function, where layers would not know it: call the module itself, or "
+                    "move the code into a block"
                 )
             self._kept.append(leaf)
             return Opaque(leaf, _identity(leaf)), leaf

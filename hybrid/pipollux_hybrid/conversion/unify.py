@@ -61,7 +61,9 @@ def over_sizes(recordings: Mapping[tuple[int, ...], Recording]) -> Recording:
     return _merged(list(recordings.values()), merge, "batches of other sizes")
 
 
-def check_size(recording: Recording, other: Recording, sizes: tuple[int, ...]) -> None:
+def check_size(
+    recording: Recording, other: Recording, sizes: tuple[int, ...], *, training: bool = False
+) -> None:
     """Compare a recording for all sizes with one at sizes that it was not made from.
 
     Raises:
@@ -71,6 +73,8 @@ def check_size(recording: Recording, other: Recording, sizes: tuple[int, ...]) -
     def merge(leaves: Sequence[Expression], where: str) -> Expression:
         one, found = leaves
         if isinstance(one, Polynomial) and found == Literal(evaluate(one, sizes)):
+            return one
+        if isinstance(one, ByMode) and found == (one.training if training else one.evaluation):
             return one
         raise DifferentCallsError(
             f"{where}: {_shown(leaves)} for batches of sizes {sizes} is no sum of products of "
@@ -141,9 +145,14 @@ def _merged_call(row: Sequence[Call], merge: Merge, between: str, *, autocast: b
     if len({x.has_graph for x in row}) > 1:
         raise _different(row, between)
     under = row[-1].has_autocast if autocast else row[0].has_autocast
-    changes = frozenset[str]().union(*(x.changes for x in row))
     return replace(
-        row[0], args=args, kwargs=kwargs, result=result, has_autocast=under, changes=changes
+        row[0],
+        args=args,
+        kwargs=kwargs,
+        result=result,
+        has_autocast=under,
+        changes=frozenset[str]().union(*(x.changes for x in row)),
+        mutates=frozenset[int]().union(*(x.mutates for x in row)),
     )
 
 

@@ -293,6 +293,31 @@ def test_autocast_between_blocks_is_followed() -> None:
     assert torch.equal(expected, found)
 
 
+def test_received_tensors_are_not_changed_in_place() -> None:
+    value: Any = batch().requires_grad_()
+    for layer in as_layers(InPlace(), batch()):
+        value = layer(value)
+        if isinstance(value, tuple):
+            value = tuple(
+                x.detach().requires_grad_()
+                if isinstance(x, Tensor) and x.is_floating_point()
+                else x
+                for x in value
+            )
+    assert torch.equal(value, InPlace()(batch()))
+
+
+class DependsOnBothModeAndSize(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        count = x.shape[0] if self.training else 2
+        return self.blocks[2](self.blocks[1](x / count))
+
+
+def test_numbers_of_one_mode_may_depend_on_sizes() -> None:
+    assert_exact(DependsOnBothModeAndSize())
+
+
 # --- lengths -----------------------------------------------------------------------------------
 
 
@@ -395,7 +420,7 @@ class DecidesByData(Blocks):
 
 class PythonRandom(Blocks):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x) * random.random()
+        x = self.blocks[0](x) * random.random()  # noqa: S311  # as models do
         return self.blocks[2](self.blocks[1](x))
 
 
@@ -494,7 +519,10 @@ class DependsOnBatch(Blocks):
         (ChangesConstant, r"changes a tensor that is none of its buffers"),
         (BufferOfTwoLayers, r"buffer 'mean' is changed in one layer and used in others"),
         (BatchNormUsedTwice, r"buffer 'norm\.\w+' is changed in one layer and used in others"),
-        (GivesModuleToFunction, r"passes a module, or a function with one, to a function"),
+        (
+            GivesModuleToFunction,
+            r"passes a module, or a function with a module or tensor in it, to a function",
+        ),
         (DependsOnBatch, r"differs between batches of other sizes, and is no integer"),
     ],
 )
