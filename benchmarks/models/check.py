@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipollux_hybrid.conversion.as_layers import as_layers
 from pipollux_hybrid.errors import ConfigurationError
 
-from .architectures import ORDINARY, Case, tensors_of, without_caches
+from .architectures import ORDINARY, Case, NotBuiltError, tensors_of, without_caches
 
 TOLERANCE = 1e-12
 """Allowed difference, relative to the largest value of a tensor."""
@@ -184,7 +184,7 @@ def _compare(
         module.train(training)
         module.zero_grad()
     torch.manual_seed(5)
-    expected = _called(reference, batch)
+    expected = _expected(reference, batch, what)
     torch.manual_seed(5)
     value = batch
     for layer in copies:
@@ -197,6 +197,13 @@ def _compare(
     _backward(value, weights)
     _same_gradients(reference, copies, what)
     _same_buffers(reference, copies, what)
+
+
+def _expected(model: nn.Module, batch: Any, what: str) -> Any:
+    try:
+        return _called(model, batch)
+    except Exception as error:  # models raise many classes
+        raise NotBuiltError(f"the original fails, {what}: {error}") from error
 
 
 def _called(model: nn.Module, batch: Any) -> Any:

@@ -20,6 +20,7 @@ from .model_layers import ModelLayers
 from .pieces import (
     Piece,
     RecordedLayer,
+    Scope,
     attach,
     modules_of,
     pieces_of,
@@ -118,6 +119,8 @@ def _converted(
             raise UnrecordableError("it has no modules to cut between")
         opened = opened_by(model, blocks)
         _check_hooks(opened)
+        _check_modes(model, opened)
+        model.eval()
         programs, refuses_autocast = _programs(model, inputs, list(opened.values()))
     names, pieces = pieces_of(programs[False], blocks)
     other, training = pieces_of(programs[True], blocks)
@@ -128,11 +131,12 @@ def _converted(
     for layer in layers:
         layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
     layers.watch(SettingsWatch(opened))
-    layers.train(model.training)
     if check:
         with verify.unchanged(model), _without_caches(model):
             _verify(model, layers, inputs)
-    layers.train(model.training)
+    for module in layers.modules():
+        if isinstance(module, (ModelLayers, Scope)):  # the model's own keep their modes
+            module.training = model.training
     inputs.forget_values()
     return layers
 
@@ -171,6 +175,26 @@ def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
                 f"module {name!r} has hooks, which would never be called, as layers repeat "
                 "only its operations: register them on a block or on a module between blocks"
             )
+
+
+def _check_modes(model: nn.Module, opened: Mapping[str, nn.Module]) -> None:
+    """Refuse a ``train()`` that keeps modules in another mode, as the layers do not call it."""
+    around = set(opened.values())
+    for mode in (True, False):
+        model.train(mode)
+        found = {name: x.training for name, x in model.named_modules()}
+        for module in around:
+            module.training = mode
+            for child in module.children():
+                if child not in around:
+                    child.train(mode)
+        for name, module in model.named_modules():
+            if module.training != found[name]:
+                raise UnrecordableError(
+                    f"its train() leaves module {name!r} in another mode, and would never be "
+                    "called, as layers repeat only operations: override train() in a block or in a "
+                    "module between blocks"
+                )
 
 
 def _calls(model: nn.Module, example_inputs: Any) -> Counter[str]:

@@ -318,6 +318,27 @@ def test_numbers_of_one_mode_may_depend_on_sizes() -> None:
     assert_exact(DependsOnBothModeAndSize())
 
 
+def test_modes_of_modules_stay() -> None:
+    model = ResidualAroundDropout()
+    model.blocks[1].eval()
+    before = [x.training for x in model.modules()]
+    layers = as_layers(model, batch())
+    assert [x.training for x in model.modules()] == before
+    assert all(layer.training for layer in layers)
+
+
+class KeepsDropoutOff(ResidualAroundDropout):
+    def train(self, mode: bool = True) -> KeepsDropoutOff:
+        super().train(mode)
+        self.dropout.eval()
+        return self
+
+
+def test_overridden_modes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"train\(\) leaves module 'dropout'"):
+        as_layers(KeepsDropoutOff(), batch())
+
+
 # --- lengths -----------------------------------------------------------------------------------
 
 
