@@ -132,6 +132,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "mpt": {"attn_pdrop": 0},
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
+    "reformer": {"is_decoder": True},
+    "zaya": {"num_experts_per_tok": 1},
+    "lilt": {"hidden_size": 48},
+    "bit": {"num_groups": 4},
 }
 """Fields by model type, or by the name of a configuration class."""
 

@@ -362,8 +362,11 @@ def _attach_called(
         called = {found[x] for piece in pieces for x in modules_of(piece)}
         used = {states[x] for piece in pieces for x in states_of(piece)}
         used |= {x for module in called for _, x in _tensors(module)}
-        wanted: dict[str, nn.Module | Tensor] = {x: m for m in called for x in modules[m]}
-        inside = tuple(f"{x}." for x in wanted)
+        names = {x: module for module in called for x in modules[module]}
+        inside = tuple(f"{x}." for x in names)
+        wanted: dict[str, nn.Module | Tensor] = {
+            x: module for x, module in names.items() if not x.startswith(inside)
+        }
         wanted |= {x: t for t in used for x in tensors[t] if not x.startswith(inside)}
         # In the model's order, so that the first name of a tensor is the model's.
         for name in sorted(wanted, key=lambda x: _place(order, x)):

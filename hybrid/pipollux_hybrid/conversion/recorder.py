@@ -295,7 +295,8 @@ class _Recorder(TorchFunctionMode):
         given = self._expression(args, where, opaque=opaque)
         named = self._expression(kwargs, where, opaque=opaque)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        tensors += module.buffers() if module is not None else []
+        buffers = list(module.buffers()) if module is not None else []
+        tensors += buffers
         versions = [(x, x._version) for x in tensors if not x.is_inference()]
         graph, autocast = torch.is_grad_enabled(), _autocast_enabled()
         self._closed = True
@@ -303,6 +304,8 @@ class _Recorder(TorchFunctionMode):
             run = target if module is None else lambda *a, **k: _module_call(module, *a, **k)
             returned = run(*args, **kwargs)
             changed = {id(x) for x, version in versions if x._version != version}
+            if module is not None:
+                changed |= {id(x) for x in buffers} - {id(x) for x in module.buffers()}
             self._check_changed(changed, (given, named), where)
             mutated = {self._values[x].index for x in changed if x in self._values}
             result, returned = self._result(returned, changed, where)

@@ -89,7 +89,12 @@ def separate(value: Any) -> Any:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the buffers, the modes and the random generators of a model after the body."""
-    buffers = [(x, x.detach().clone()) for x in model.buffers()]
+    buffers = [
+        (module, name, x, x.detach().clone())
+        for module in model.modules()
+        for name, x in module._buffers.items()
+        if x is not None
+    ]
     modes = [(x, x.training) for x in model.modules()]
     state = _random_state()
     try:
@@ -99,8 +104,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer  # some models replace their buffers
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

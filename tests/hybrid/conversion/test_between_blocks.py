@@ -201,6 +201,50 @@ class UsedTwice(Blocks):
         return self.norm(x)
 
 
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).double()
+        self.last = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))
+
+
+class CallsAlsoAPart(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.head.norm(x)) * self.head.last.bias
+
+
+class Observer(nn.Module):
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.largest = torch.maximum(self.largest, x.detach().max())
+        return x * self.largest
+
+
+class ReplacesBufferInModule(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = Observer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.observer(self.blocks[0](x))
+        return self.blocks[2](self.blocks[1](x))
+
+
 class Reversed(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
@@ -272,6 +316,8 @@ class Checkpointed(Blocks):
         CustomFunction,
         WithoutGradients,
         Checkpointed,
+        CallsAlsoAPart,
+        ReplacesBufferInModule,
     ],
 )
 def test_layers_repeat_it(model: type[nn.Module]) -> None:
@@ -511,6 +557,13 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # one gradient
         return gradient, None
+
+
+class ObserverUsedTwice(ReplacesBufferInModule):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.observer(block(x))
+        return x
 
 
 class GivesModuleToFunction(Blocks):
