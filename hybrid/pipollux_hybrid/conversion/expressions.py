@@ -8,6 +8,7 @@ autocast have their own kinds, which :mod:`.unify` finds by comparing recordings
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -227,11 +228,9 @@ def source(expression: Expression, names: Names) -> str:
 def _literal(value: Any, names: Names) -> str:
     if isinstance(value, torch.device):
         return "device"
-    if (isinstance(value, float) and value in (float("inf"), float("-inf"))) or value != value:
+    if type(value) is float and not math.isfinite(value):
         return f"float({str(value)!r})"
-    if isinstance(value, (bool, int, float, complex, str, bytes)) and not isinstance(
-        value, enum.Enum
-    ):
+    if type(value) in (bool, int, float, complex, str, bytes):  # NumPy's numbers are others
         return repr(value)
     if value is None or value is Ellipsis:
         return repr(value)

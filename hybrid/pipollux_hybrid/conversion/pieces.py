@@ -218,7 +218,7 @@ def _unpacked(call: Call, text: str, names: Names) -> list[str]:
     if (
         isinstance(call.result, Tree)
         and call.result.kind in (tuple, list)
-        and len(call.result.items) == len(leaves)
+        and list(call.result.items) == leaves
     ):
         return [f"({', '.join(pattern)},) = {text}", *extra]
     return [f"({', '.join(pattern)},) = unpack({text}, {names.of(call.where, 'where')})", *extra]

@@ -201,6 +201,23 @@ class UsedTwice(Blocks):
         return self.norm(x)
 
 
+class NestedBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x),), x.shape[1], np.float64(0.5)
+
+
+class NestedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            outputs, width, half = block(x)
+            x = outputs[0].reshape(-1, width) * half
+        return x
+
+
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +334,7 @@ class Checkpointed(Blocks):
         WithoutGradients,
         Checkpointed,
         CallsAlsoAPart,
+        NestedInside,
         ReplacesBufferInModule,
     ],
 )
@@ -597,6 +615,7 @@ class DependsOnBatch(Blocks):
             GivesModuleToFunction,
             r"passes a module, or a function with a module or tensor in it, to a function",
         ),
+        (ObserverUsedTwice, r"buffer 'observer\.largest' is changed in one layer and used in"),
         (DependsOnBatch, r"differs between batches of other sizes, and is no integer"),
     ],
 )
