@@ -471,9 +471,14 @@ def _name_of(func: Any) -> str:
 _OWN = frozenset(vars(nn.Module()))
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes besides those that every module has."""
+    return {name: x for name, x in vars(module).items() if name not in _OWN}
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes, with its buffers and parameters, and items of containers."""
-    own = {name: x for name, x in vars(module).items() if name not in _OWN}
+    own = own_attributes(module)
     found = {**own, **module._buffers, **module._parameters}
     for name, value in own.items():
         items = value.items() if isinstance(value, dict) else ()

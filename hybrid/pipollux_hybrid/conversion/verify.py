@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .recorder import UnrecordableError
+from .recorder import UnrecordableError, own_attributes
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Allowed difference of outputs and gradients, relative to the largest value of the tensor."""
@@ -88,7 +88,7 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers, the modes and the random generators of a model after the body."""
+    """Restore a model's buffers, attributes and modes, and the random generators, after the body."""
     buffers = [
         (module, name, x, x.detach().clone())
         for module in model.modules()
@@ -96,6 +96,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         if x is not None
     ]
     modes = [(x, x.training) for x in model.modules()]
+    attributes = [(x, own_attributes(x)) for x in model.modules()]
     state = _random_state()
     try:
         yield
@@ -103,6 +104,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         _set_random_state(state)
         for module, training in modes:
             module.training = training
+        for module, known in attributes:
+            for name in own_attributes(module).keys() - known.keys():
+                delattr(module, name)
+            vars(module).update(known)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)

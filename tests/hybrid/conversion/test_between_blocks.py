@@ -382,6 +382,19 @@ def test_numbers_of_one_mode_may_depend_on_sizes() -> None:
     assert_exact(DependsOnBothModeAndSize())
 
 
+class KeepsState(Block):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.last = super().forward(x, scale)
+        return self.last
+
+
+def test_attributes_of_blocks_stay() -> None:
+    model = Reversed()
+    model.blocks = nn.ModuleList(KeepsState() for _ in range(3))
+    copy.deepcopy(as_layers(model, batch()))  # torch copies no tensor with a graph
+    assert not any(hasattr(x, "last") for x in model.modules())
+
+
 def test_modes_of_modules_stay() -> None:
     model = ResidualAroundDropout()
     model.blocks[1].eval()
