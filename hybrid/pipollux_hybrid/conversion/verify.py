@@ -88,7 +88,7 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, attributes and modes, and the random generators, after the body."""
+    """Restore a model's buffers, attributes and modes, and random generators, after the body."""
     buffers = [
         (module, name, x, x.detach().clone())
         for module in model.modules()
