@@ -481,7 +481,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     own = own_attributes(module)
     found = {**own, **module._buffers, **module._parameters}
     for name, value in own.items():
-        items = value.items() if isinstance(value, dict) else ()
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
         if isinstance(value, (list, set, deque)):
             items = enumerate(value)
         found |= {f"{name}[{key!r}]": item for key, item in items}

@@ -88,26 +88,27 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, attributes and modes, and random generators, after the body."""
+    """Restore a model's buffers, kept tensors and modes, and random generators, after the body."""
     buffers = [
         (module, name, x, x.detach().clone())
         for module in model.modules()
         for name, x in module._buffers.items()
         if x is not None
     ]
-    modes = [(x, x.training) for x in model.modules()]
+    modes = {x: x.training for x in model.modules()}
     attributes = [(x, own_attributes(x)) for x in model.modules()]
     state = _random_state()
     try:
         yield
     finally:
         _set_random_state(state)
-        for module, training in modes:
-            module.training = training
+        for module in model.modules():
+            module.training = modes.get(module, modes[model])  # a forward may make modules
         for module, known in attributes:
-            for name in own_attributes(module).keys() - known.keys():
-                delattr(module, name)
-            vars(module).update(known)
+            for name, value in own_attributes(module).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    delattr(module, name)  # with its graph, no module could be copied
+                    vars(module).update({name: known[name]} if name in known else {})
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
