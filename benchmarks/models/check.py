@@ -49,9 +49,11 @@ def check(case: Case) -> Result:
     model = case.model.train()
     original = copy.deepcopy(model)
     without_caches(original)
+    original.eval()  # which may change itself in its first forward, as the model does
     for size in (1, 2, 3):  # some models have several rows of inputs for each sample
         with torch.no_grad():
-            _expected(copy.deepcopy(original), _batch(case.example, size, size), f"{size} samples")
+            _expected(original, _batch(case.example, size, size), f"{size} samples")
+    original.train()
     try:
         layers = as_layers(model, case.example)
     except ConfigurationError as error:
@@ -97,12 +99,8 @@ def _same_state(layers: nn.Module, model: nn.Module, original: nn.Module) -> Non
             raise WrongError(f"the conversion changes {name}")
     if {n for n, _ in model.named_parameters()} != {n for n, _ in layers.named_parameters()}:
         raise WrongError("named_parameters differ")
-    if not model.training or any(x.training != y.training for x, y in _pairs(model, original)):
+    if not all(x.training for x in model.modules()):
         raise WrongError("the conversion changes the mode of a module")
-
-
-def _pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    return zip(one.modules(), other.modules(), strict=True)
 
 
 # --- batches -----------------------------------------------------------------------------------
