@@ -42,7 +42,7 @@ def _totals(results: Results) -> str:
         tried = sum(counts[x] for x in RESULTS)
         share = f"{counts['exact'] / tried:.1%}" if tried else ""
         rows.append((source, tried, *(counts[x] for x in RESULTS), share, counts["not tried"]))
-    totals = _table(("source", "tried", *RESULTS, "exact", "not tried"), rows)
+    totals = _table(("source", "tried", *RESULTS, "share exact", "not tried"), rows)
     pipelines = Counter(
         _pipeline(x["pipeline"]) for x in results.values() if x.get("pipeline") is not None
     )
