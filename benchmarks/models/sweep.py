@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import re
 import resource
 import time
 import warnings
@@ -58,6 +59,7 @@ def main() -> None:
         chosen = _chosen(options, results)
         for row, result in run(chosen, options):
             known = results.setdefault(key(row), {})
+            result["detail"] = _without_folders(result.get("detail", known.get("detail", "")))
             known.update(asdict(row), **result)
             print(f"{key(row)}: {_shown(result)}", flush=True)
             options.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -68,6 +70,11 @@ def main() -> None:
 def key(row: Row) -> str:
     """Return the name of a row in the results."""
     return f"{row.source}/{row.kind}"
+
+
+def _without_folders(text: str) -> str:
+    """Return a text with files relative to the folder of packages."""
+    return re.sub(r"\S*/(site-packages|benchmarks)/", "", text)
 
 
 def _shown(result: dict[str, Any]) -> str:
