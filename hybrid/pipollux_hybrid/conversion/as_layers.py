@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from .model_layers import ModelLayers
 from .pieces import (
     Piece,
     RecordedLayer,
+    Scope,
     attach,
     modules_of,
     pieces_of,
@@ -32,6 +34,10 @@ from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
+OTHER_BATCH_SIZE = 5
+"""Samples of a batch that is recorded to check the result."""
+LONGEST_PROBE = 1024
+"""Tokens of the longest sequences that are recorded to see whether longer ones are allowed."""
 
 
 def as_layers(
@@ -58,7 +64,8 @@ def as_layers(
         model: Any module. Layers share its parameters, buffers and modules.
         example_inputs: A batch: a tensor, a tuple of the forward's arguments, or a dict of its
             keyword arguments, without labels. Batches may have any number of samples, and for
-            models of tokens any length that the model allows.
+            models of tokens any length up to the example's, and up to four times that of a short
+            one where the model allows them.
         cut_at: Names of the modules before which the model is cut, or of lists of these. By default
             the members of its lists of equal modules.
         verify: Whether to compare the layers with the model.
@@ -81,7 +88,7 @@ def as_layers(
             continue
         try:
             return _converted(model, inputs, blocks, check=verify)
-        except Exception as error:  # sizes that the model does not take raise any
+        except Exception as error:  # recording calls the model's code at sizes it may not expect
             failure = failure or _as_error(model, error)
             if not lengths_vary:
                 raise _as_error(model, error) from error
@@ -119,22 +126,53 @@ def _converted(
             raise UnrecordableError("it has no modules to cut between")
         opened = opened_by(model, blocks)
         _check_hooks(opened)
+        _check_modes(model, opened)
+        model.eval()
         programs, refuses_autocast = _programs(model, inputs, list(opened.values()))
     names, pieces = pieces_of(programs[False], blocks)
     other, training = pieces_of(programs[True], blocks)
     if names != other:
         raise UnrecordableError("it calls other blocks in training than in evaluation")
+    _check_changes(model, ["first", *names, "last"], pieces, training)
     layers = _layers(model, inputs, names, pieces, training)
     for layer in layers:
         layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
     layers.watch(SettingsWatch(opened))
-    layers.train(model.training)
     if check:
         with verify.unchanged(model), _without_caches(model):
             _verify(model, layers, inputs)
-    layers.train(model.training)
+    for module in layers.modules():
+        if isinstance(module, (ModelLayers, Scope)):  # the model's own keep their modes
+            module.training = model.training
     inputs.forget_values()
     return layers
+
+
+def _check_changes(model: nn.Module, names: Sequence[str], *programs: Sequence[Piece]) -> None:
+    """Refuse buffers that one layer changes and another uses: each may have its own copy.
+
+    Raises:
+        UnrecordableError: There is one.
+    """
+    found = dict(model.named_modules())
+    states = dict(_tensors(model))
+    used: dict[Tensor, set[str]] = {}
+    changed: dict[Tensor, str] = {}
+    for program in programs:
+        for name, piece in zip(names, program, strict=True):
+            here = {x for called in modules_of(piece) for x in found[called].buffers()}
+            here |= {states[x] for x in states_of(piece)}
+            for tensor in here:
+                used.setdefault(tensor, set()).add(name)
+            for call in piece.calls:
+                changed |= {states[x]: x for x in call.changes}
+    for tensor, name in changed.items():
+        if len(used.get(tensor, ())) > 1:
+            raise UnrecordableError(
+                f"buffer {name!r} is changed in one layer and used in others "
+                f"({', '.join(sorted(used[tensor]))}), which may be in other processes: cut "
+                "around them with cut_at="
+            )
 
 
 def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
@@ -144,6 +182,26 @@ def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
                 f"module {name!r} has hooks, which would never be called, as layers repeat "
                 "only its operations: register them on a block or on a module between blocks"
             )
+
+
+def _check_modes(model: nn.Module, opened: Mapping[str, nn.Module]) -> None:
+    """Refuse a ``train()`` that keeps modules in another mode, as the layers do not call it."""
+    around = set(opened.values())
+    for mode in (True, False):
+        model.train(mode)
+        found = {name: x.training for name, x in model.named_modules()}
+        for module in around:
+            module.training = mode
+            for child in module.children():
+                if child not in around:
+                    child.train(mode)
+        for name, module in model.named_modules():
+            if module.training != found[name]:
+                raise UnrecordableError(
+                    f"its train() leaves module {name!r} in another mode, and would never be "
+                    "called, as layers repeat only operations: override train() in a block or in a "
+                    "module between blocks"
+                )
 
 
 def _calls(model: nn.Module, example_inputs: Any) -> Counter[str]:
@@ -187,8 +245,12 @@ def _programs(
     programs[False] = _over_sizes(model, inputs, opened)
     model.train()
     once = _recorded(model, inputs, opened, corner)
+    sizes = (BATCH_SIZES[1], *(x.size - 1 for x in inputs.dimensions[1:]))
     try:
-        programs[True] = programs[False] = unify.with_training(programs[False], once, corner)
+        both = unify.with_training(programs[False], once, corner)
+        # A number of one mode may depend on sizes.
+        unify.check_size(both, _recorded(model, inputs, opened, sizes), sizes, training=True)
+        programs = {False: both, True: both}
     except unify.DifferentCallsError:
         programs[True] = _over_sizes(model, inputs, opened)
     refused = None
@@ -204,9 +266,50 @@ def _programs(
 
 
 def _over_sizes(model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]) -> Recording:
-    return unify.over_sizes(
+    """Record at the corners of a grid of sizes, and see how far the result holds.
+
+    Two lengths do not tell a length from its remainder, or from the smaller of it and a limit.
+    """
+    made = unify.over_sizes(
         {sizes: _recorded(model, inputs, opened, sizes) for sizes in _grid(inputs)}
     )
+    corner = _corner(inputs)
+
+    def holds(place: int, size: int) -> bool:
+        sizes = (*corner[:place], size, *corner[place + 1 :])
+        try:
+            unify.check_size(made, _recorded(model, inputs, opened, sizes), sizes)
+        except (ConfigurationError, RuntimeError, ValueError, IndexError):
+            return False
+        return True
+
+    if not holds(0, OTHER_BATCH_SIZE):
+        raise UnrecordableError(
+            "its operations depend on the number of samples in another way than by sums of "
+            "products: move the code into a block"
+        )
+    inputs.limit(0, 1 if holds(0, 1) else BATCH_SIZES[0])
+    for place, dimension in enumerate(inputs.dimensions[1:], 1):
+        size = dimension.size
+        fitting = [
+            [*itertools.takewhile(lambda x: holds(place, x), sizes)]  # noqa: B023  # used up here
+            for sizes in (_shorter(size), _longer(size))
+        ]
+        shortest = min(fitting[0], default=size - 1)
+        inputs.limit(place, shortest, max(fitting[1], default=size))
+    return made
+
+
+def _shorter(length: int) -> Iterator[int]:
+    """Yield smaller lengths down to 1, which get closer together."""
+    yield length - 2
+    while (length := length // 2) >= 1:
+        yield length
+
+
+def _longer(length: int) -> Iterator[int]:
+    """Yield larger lengths that are cheap to run, and no multiples of the length."""
+    yield from (x for x in (2 * length - 3, 4 * length - 3) if length < x <= LONGEST_PROBE)
 
 
 def _recorded(
@@ -266,14 +369,26 @@ def _attach_called(
     found = dict(model.named_modules())
     states = dict(_tensors(model))
     persistent = set(model.state_dict())
+    order = {name: i for i, name in enumerate(states)}
     for layer, *pieces in zip(layers, *programs, strict=True):
-        for piece in pieces:
-            for name in sorted(modules_of(piece)):
-                for alias in modules[found[name]]:
-                    attach(layer, alias, found[name])
-            for name in sorted(states_of(piece)):
-                for alias in tensors[states[name]]:
-                    attach(layer, alias, states[name], persistent=alias in persistent)
+        called = {found[x] for piece in pieces for x in modules_of(piece)}
+        used = {states[x] for piece in pieces for x in states_of(piece)}
+        used |= {x for module in called for _, x in _tensors(module)}
+        names = {x: module for module in called for x in modules[module]}
+        inside = tuple(f"{x}." for x in names)
+        wanted: dict[str, nn.Module | Tensor] = {
+            x: module for x, module in names.items() if not x.startswith(inside)
+        }
+        wanted |= {x: t for t in used for x in tensors[t] if not x.startswith(inside)}
+        # In the model's order, so that the first name of a tensor is the model's.
+        for name in sorted(wanted, key=lambda x: _place(order, x)):
+            attach(layer, name, wanted[name], persistent=name in persistent)
+
+
+def _place(order: Mapping[str, int], name: str) -> int:
+    """Return the place of a tensor, or of a module's first one."""
+    inside = (i for x, i in order.items() if x == name or x.startswith(f"{name}."))
+    return min(inside, default=len(order))
 
 
 def _attach_rest(model: nn.Module, layers: Sequence[RecordedLayer]) -> None:
@@ -335,28 +450,55 @@ def _configs(config: Any) -> Iterator[Any]:
 def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
     """Compare the layers with the model on other samples, sizes and padding."""
     full = tuple(x.size for x in inputs.dimensions[1:])
-    shorter = tuple(max(1, size - 2) for size in full)
-    for training, sizes, padded in (
-        (False, (1, *shorter), False),
-        (False, (1, *shorter), True),
-        (True, (3, *full), True),
-    ):
-        args, kwargs = inputs.resized(sizes, roll=sizes[0])
-        if masks := _masks(kwargs):
-            kwargs = {**kwargs, **{name: _mask_like(x, padded) for name, x in masks.items()}}
-        elif padded and not training:
-            continue
-        model.train(training)
-        layers.train(training)
-        given = kwargs or (args if len(args) > 1 else args[0])
-        mode = "training" if training else "evaluation"
-        verify.compare(
-            model,
-            lambda args=args, kwargs=kwargs: model(*args, **kwargs),  # type: ignore[misc]
-            lambda given=given: _run_apart(layers, given),  # type: ignore[misc]
-            f"in {mode} on a batch of sizes {', '.join(map(str, sizes))}"
-            + (" with padding" if padded and masks else ""),
-        )
+    shorter = tuple(max(x.minimum, x.size - 2) for x in inputs.dimensions[1:])
+    least = inputs.dimensions[0].minimum
+    _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=False)
+    _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=True)
+    _verify_case(model, layers, inputs, (3, *full), training=True, padded=True)
+    if least > 1:
+        _verify_single(model, layers, inputs, shorter)
+
+
+def _verify_single(
+    model: nn.Module, layers: ModelLayers, inputs: Inputs, lengths: tuple[int, ...]
+) -> None:
+    """Allow batches of one sample where other operations give equal values.
+
+    Strides of a dimension of size 1 mean nothing, and models look at them before they copy.
+    """
+    inputs.set_minimum(0, 1)
+    try:
+        for training, padded in itertools.product((False, True), repeat=2):
+            _verify_case(model, layers, inputs, (1, *lengths), training=training, padded=padded)
+    except (ConfigurationError, RuntimeError, ValueError, IndexError):
+        inputs.set_minimum(0, BATCH_SIZES[0])
+
+
+def _verify_case(
+    model: nn.Module,
+    layers: ModelLayers,
+    inputs: Inputs,
+    sizes: tuple[int, ...],
+    *,
+    training: bool,
+    padded: bool,
+) -> None:
+    args, kwargs = inputs.resized(sizes, roll=sizes[0])
+    if masks := _masks(kwargs):
+        kwargs = {**kwargs, **{name: _mask_like(x, padded) for name, x in masks.items()}}
+    elif padded and not training:
+        return
+    model.train(training)
+    layers.train(training)
+    given = kwargs or (args if len(args) > 1 else args[0])
+    mode = "training" if training else "evaluation"
+    verify.compare(
+        model,
+        lambda: model(*args, **kwargs),
+        lambda: _run_apart(layers, given),
+        f"in {mode} on a batch of sizes {', '.join(map(str, sizes))}"
+        + (" with padding" if padded and masks else ""),
+    )
 
 
 def _run_apart(layers: ModelLayers, value: Any) -> Any:

@@ -8,6 +8,7 @@ autocast have their own kinds, which :mod:`.unify` finds by comparing recordings
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -58,7 +59,7 @@ class Opaque:
     """An object that calls receive as it is, such as a model's configuration or a function."""
 
     value: Any = field(compare=False)
-    identity: int
+    identity: Any
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,9 @@ def source(expression: Expression, names: Names) -> str:
         case Value(index):
             return f"v{index}"
         case State(name):
-            return f"self{path(name)}"
+            owner, _, last = name.rpartition(".")
+            scope = f"self{path(owner)}" if owner else "self"
+            return f"{scope}.{last}" if last.isidentifier() else f"getattr({scope}, {last!r})"
         case Constant(tensor):
             return f"constant({names.of(tensor, 'tensor')}, device)"
         case Literal(value):
@@ -225,11 +228,9 @@ def source(expression: Expression, names: Names) -> str:
 def _literal(value: Any, names: Names) -> str:
     if isinstance(value, torch.device):
         return "device"
-    if (isinstance(value, float) and value in (float("inf"), float("-inf"))) or value != value:
+    if type(value) is float and not math.isfinite(value):
         return f"float({str(value)!r})"
-    if isinstance(value, (bool, int, float, complex, str, bytes)) and not isinstance(
-        value, enum.Enum
-    ):
+    if type(value) in (bool, int, float, complex, str, bytes):  # NumPy's numbers are others
         return repr(value)
     if value is None or value is Ellipsis:
         return repr(value)
@@ -251,7 +252,7 @@ def _container(tree: Tree, names: Names) -> str:
 
 
 def path(name: str) -> str:
-    """Return the source that reads a module, parameter or buffer of a layer.
+    """Return the source that reads a module of a layer.
 
     Example:
         >>> path("h.0.attn")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Dimension:
     places: tuple[tuple[int, int], ...]
     """Inputs, by their number among the leaves of a batch, and their dimensions of this size."""
     size: int
+    minimum: int = 1
+    """The smallest size for which layers were recorded."""
+    maximum: float = math.inf
+    """The largest one."""
 
 
 class Inputs:
@@ -131,7 +136,30 @@ class Inputs:
         sizes = tuple(leaves[places[0][0]].shape[places[0][1]] for places in self._places)
         for i, leaf in enumerate(leaves):
             self._check(i, leaf, sizes)
+        for place, (dimension, size) in enumerate(zip(self.dimensions, sizes, strict=True)):
+            if not dimension.minimum <= size <= dimension.maximum:
+                raise ConfigurationError(
+                    f"the batch has {dimension.name} {size}, and the layers were recorded for "
+                    f"{self._range(place)}: the model may do something else at other sizes; pad "
+                    "the batch, or give example_inputs as long as the longest batch"
+                )
         return sizes, leaves
+
+    def _range(self, place: int) -> str:
+        dimension = self.dimensions[place]
+        if place == 0:
+            return f"{dimension.minimum} or more"
+        return f"lengths from {dimension.minimum} to {dimension.maximum}"
+
+    def limit(self, place: int, minimum: int, maximum: float = math.inf) -> None:
+        """Refuse batches in which a dimension is smaller or larger, also by an earlier limit."""
+        known = self.dimensions[place]
+        minimum, maximum = max(minimum, known.minimum), min(maximum, known.maximum)
+        self.dimensions[place] = replace(known, minimum=minimum, maximum=maximum)
+
+    def set_minimum(self, place: int, minimum: int) -> None:
+        """Set the smallest size of a dimension."""
+        self.dimensions[place] = replace(self.dimensions[place], minimum=minimum)
 
     @property
     def _places(self) -> list[tuple[tuple[int, int], ...]]:

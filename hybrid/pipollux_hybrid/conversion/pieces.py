@@ -159,6 +159,9 @@ def write_forward(
         lines.append(f"({', '.join(received)},) = value")
     given = ", ".join(f"v{index}" for index in piece.receives)
     start = len(lines)
+    # Another stage's tensor is a leaf with a gradient, and must not change in place.
+    changed = frozenset[int]().union(*(call.mutates for call in piece.calls))
+    lines += [f"v{index} = v{index}.clone()" for index in piece.receives if index in changed]
     last = _last_reads(piece)
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)
@@ -244,7 +247,7 @@ def _unpacked(call: Call, text: str, names: Names) -> list[str]:
     if (
         isinstance(call.result, Tree)
         and call.result.kind in (tuple, list)
-        and len(call.result.items) == len(leaves)
+        and list(call.result.items) == leaves
     ):
         return [f"({', '.join(pattern)},) = {text}", *extra]
     return [f"({', '.join(pattern)},) = unpack({text}, {names.of(call.where, 'where')})", *extra]

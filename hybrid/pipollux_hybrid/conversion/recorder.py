@@ -14,8 +14,11 @@ Modules without blocks in them stay closed: their calls are recorded, and run th
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -152,6 +155,10 @@ class Call:
     """Whether gradients were enabled."""
     has_autocast: bool = True
     """Whether autocast was enabled, if it was around the model."""
+    changes: frozenset[str] = frozenset()
+    """Names of the buffers and parameters that it changes in place."""
+    mutates: frozenset[int] = frozenset()
+    """Numbers of the tensors that it changes in place."""
 
     @property
     def reads(self) -> Iterator[Expression]:
@@ -216,13 +223,14 @@ class _Recorder(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(_intercepted_modules(self))
             stack.enter_context(_intercepted_functions(self, self._opened))
+            stack.enter_context(_intercepted_autograd(self))
             stack.enter_context(self)
             output = self._model(*args, **kwargs)
         self.recording.output = self._expression(output, "the output", opaque=False)
         if not _same_draws(before, (random.getstate(), _numpy_state())):
             raise UnrecordableError(
                 f"the forward of {self._name('')} draws random numbers with Python's random or "
-                "NumPy outside of its blocks: layers draw with torch only"
+                "NumPy, which layers do not repeat: draw them with torch"
             )
         for path, module in self._opened_paths():
             self._check_attributes(path, states[path], _attributes(module))
@@ -258,10 +266,13 @@ class _Recorder(TorchFunctionMode):
         """Run a function of torch, and record it if the model called it outside of its blocks."""
         kwargs = dict(kwargs or {})
         name = _name_of(func)
-        if self._closed or name in METADATA:
+        changes_type = name == "type" and len(args) + len(kwargs) > 1
+        if self._closed or (name in METADATA and not changes_type):
             return func(*args, **kwargs)
         if name == "__iter__":
             return iter(self.call(torch.unbind, args, kwargs))
+        if name == "_assert" and not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)  # of sizes, with a text that has them
         if name == "_set_grad_enabled":
             return func(*args, **kwargs)
         return self.call(func, args, kwargs, is_random=name in RANDOM)
@@ -286,6 +297,8 @@ class _Recorder(TorchFunctionMode):
         given = self._expression(args, where, opaque=opaque)
         named = self._expression(kwargs, where, opaque=opaque)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        buffers = list(module.buffers()) if module is not None else []
+        tensors += buffers
         versions = [(x, x._version) for x in tensors if not x.is_inference()]
         graph, autocast = torch.is_grad_enabled(), _autocast_enabled()
         self._closed = True
@@ -293,11 +306,17 @@ class _Recorder(TorchFunctionMode):
             run = target if module is None else lambda *a, **k: _module_call(module, *a, **k)
             returned = run(*args, **kwargs)
             changed = {id(x) for x, version in versions if x._version != version}
+            if module is not None:
+                changed |= {id(x) for x in buffers} - {id(x) for x in module.buffers()}
+            self._check_changed(changed, (given, named), where)
+            mutated = {self._values[x].index for x in changed if x in self._values}
             result, returned = self._result(returned, changed, where)
         finally:
             self._closed = False
         made = Call(target, given, named, result, where, is_module=module is not None)
         made.has_graph, made.has_autocast = graph, autocast or not self._autocast
+        made.changes = frozenset(self._states[x].name for x in changed if x in self._states)
+        made.mutates = frozenset(x.index for x in made.reads if isinstance(x, Value)) & mutated
         made.is_random = is_random or any(
             isinstance(x, Value) and x.index in self._drawn for x in made.reads
         )
@@ -310,6 +329,19 @@ class _Recorder(TorchFunctionMode):
             return returned  # a function of plain values
         self.recording.calls.append(made)
         return returned
+
+    def _check_changed(
+        self, changed: Iterable[int], given: Iterable[Expression], where: str
+    ) -> None:
+        constants = {
+            x.identity for each in given for x in leaves_of(each) if isinstance(x, Constant)
+        }
+        if constants.intersection(changed):
+            raise UnrecordableError(
+                f"{where}: the model changes a tensor that is none of its buffers, so that layers "
+                "would each change their own: register it as a buffer, or move the code into a "
+                "block"
+            )
 
     def _check(self, made: Call) -> None:
         if made.is_check and made.is_random:
@@ -331,17 +363,20 @@ class _Recorder(TorchFunctionMode):
         """Number the tensors of a result; return it with tensors that are no argument's objects.
 
         A module that returns its argument in evaluation, such as dropout, returns another tensor
-        in training. The two must not be confused, so the model gets a view.
+        in training. The two must not be confused, so the model gets a view. Parameters and
+        buffers stay what they are.
         """
         changed = set(changed)
 
         def number(leaf: Any) -> tuple[Expression, Any]:
             if not isinstance(leaf, Tensor):
-                return (Literal(leaf), leaf) if _is_plain(leaf) else (Opaque(leaf, id(leaf)), leaf)
-            known = id(leaf) in self._values or id(leaf) in self._states
-            if known and id(leaf) not in changed:
+                return Literal(leaf) if _is_plain(leaf) else Opaque(leaf, _identity(leaf)), leaf
+            is_state = id(leaf) in self._states
+            if id(leaf) in self._values and id(leaf) not in changed:
                 leaf = leaf.view_as(leaf)
-            made = self._values[id(leaf)] = Value(self._count)
+            made = Value(self._count)
+            if not is_state:  # a buffer that is changed, or moved to where it is, stays one
+                self._values[id(leaf)] = made
             self._count += 1
             self._kept.append(leaf)
             self.recording.shapes[made.index] = tuple(leaf.shape)
@@ -363,8 +398,14 @@ class _Recorder(TorchFunctionMode):
                     f"{where}: the model passes a {type(leaf).__module__}.{type(leaf).__name__} "
                     "between its modules, and layers pass tensors, numbers, strings and None only"
                 )
+            if _has_module(leaf):
+                raise UnrecordableError(
+                    f"{where}: the model passes a module, or a function with a module or tensor in "
+                    "it, to a function, where layers would not know it: call the module itself, or "
+                    "move the code into a block"
+                )
             self._kept.append(leaf)
-            return Opaque(leaf, id(leaf)), leaf
+            return Opaque(leaf, _identity(leaf)), leaf
 
         return _mapped(value, known, where)[0]
 
@@ -390,15 +431,63 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
+def _has_module(value: Any) -> bool:
+    """Return whether an object is a module or trained tensor, or a function that has one."""
+    if isinstance(value, functools.partial):
+        return any(map(_has_module, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, types.FunctionType):
+        return any(_has_module(x) for x in _closed_over(value))
+    return isinstance(getattr(value, "__self__", value), (nn.Module, Tensor))
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    cells = [x.cell_contents for x in function.__closure__ or () if _is_filled(x)]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises if it is empty
+    except ValueError:
+        return False
+    return True
+
+
+def _identity(value: Any) -> Any:
+    """Return what an object is known by: of a function, its code and what it closes over.
+
+    So functions that a model makes in each forward from the same plain values are equal.
+    """
+    if isinstance(value, types.FunctionType):
+        inside = _closed_over(value)
+        if all(_is_plain(x) or isinstance(x, types.FunctionType) for x in inside):
+            return value.__code__, *((type(x), _identity(x)) for x in inside)
+    return value if _is_plain(value) else id(value)
+
+
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", type(func).__name__)
     return func.__self__.__name__ if name == "__get__" else name
 
 
+_OWN = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes besides those that every module has."""
+    return {name: x for name, x in vars(module).items() if name not in _OWN}
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, with its buffers and parameters."""
-    own = {name: x for name, x in vars(module).items() if not name.startswith("_")}
-    return {**own, **module._buffers, **module._parameters}
+    """Return a module's attributes, with its buffers and parameters, and items of containers."""
+    own = own_attributes(module)
+    found = {**own, **module._buffers, **module._parameters}
+    for name, value in own.items():
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        if isinstance(value, (list, set, deque)):
+            items = enumerate(value)
+        found |= {f"{name}[{key!r}]": item for key, item in items}
+    return found
 
 
 def _same_draws(one: Any, other: Any) -> bool:
@@ -441,6 +530,39 @@ def _intercepted_modules(recorder: _Recorder) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+
+
+@contextmanager
+def _intercepted_autograd(recorder: _Recorder) -> Iterator[None]:
+    """Record custom autograd functions as calls."""
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder._closed:
+            return original.__get__(None, cls)(*args, **kwargs)
+        return recorder.call(AutogradFunction(cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class AutogradFunction:
+    """A custom autograd function."""
+
+    function: Any
+
+    @property
+    def __name__(self) -> str:
+        """The function's name."""
+        return str(self.function.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the function."""
+        return self.function.apply(*args, **kwargs)
 
 
 @contextmanager

@@ -61,6 +61,29 @@ def over_sizes(recordings: Mapping[tuple[int, ...], Recording]) -> Recording:
     return _merged(list(recordings.values()), merge, "batches of other sizes")
 
 
+def check_size(
+    recording: Recording, other: Recording, sizes: tuple[int, ...], *, training: bool = False
+) -> None:
+    """Compare a recording for all sizes with one at sizes that it was not made from.
+
+    Raises:
+        DifferentCallsError: It would do something else there.
+    """
+
+    def merge(leaves: Sequence[Expression], where: str) -> Expression:
+        one, found = leaves
+        if isinstance(one, Polynomial) and found == Literal(evaluate(one, sizes)):
+            return one
+        if isinstance(one, ByMode) and found == (one.training if training else one.evaluation):
+            return one
+        raise DifferentCallsError(
+            f"{where}: {_shown(leaves)} for batches of sizes {sizes} is no sum of products of "
+            "sizes: move the code into a block"
+        )
+
+    _merged([recording, other], merge, "batches of other sizes")
+
+
 def with_training(evaluation: Recording, training: Recording, corner: tuple[int, ...]) -> Recording:
     """Return a recording for both modes; ``training`` was made at the sizes of ``corner``."""
 
@@ -122,7 +145,15 @@ def _merged_call(row: Sequence[Call], merge: Merge, between: str, *, autocast: b
     if len({x.has_graph for x in row}) > 1:
         raise _different(row, between)
     under = row[-1].has_autocast if autocast else row[0].has_autocast
-    return replace(row[0], args=args, kwargs=kwargs, result=result, has_autocast=under)
+    return replace(
+        row[0],
+        args=args,
+        kwargs=kwargs,
+        result=result,
+        has_autocast=under,
+        changes=frozenset[str]().union(*(x.changes for x in row)),
+        mutates=frozenset[int]().union(*(x.mutates for x in row)),
+    )
 
 
 def _merged_leaf(

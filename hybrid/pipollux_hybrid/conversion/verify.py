@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .recorder import UnrecordableError
+from .recorder import UnrecordableError, own_attributes
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Allowed difference of outputs and gradients, relative to the largest value of the tensor."""
@@ -36,10 +36,19 @@ def compare(
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):
         if not _equal(one, other):
             raise _different(what, f"output {place} of the layers", _by(one, other))
+    # Some gradients are zero but for rounding, such as those of the biases of keys in attention.
+    largest = max(
+        (
+            float(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
+            for x in gradients
+            if x is not None and x.numel()
+        ),
+        default=0.0,
+    )
     for (name, _), mine, theirs in zip(trained, ours, gradients, strict=False):
         if (mine is None) != (theirs is None):
             raise _different(what, f"the gradient of {name!r}", ", as only one of them has one")
-        if mine is not None and theirs is not None and not _equal(theirs, mine):
+        if mine is not None and theirs is not None and not _equal(theirs, mine, largest):
             raise _different(what, f"the gradient of {name!r}", _by(theirs, mine))
     for name, value in buffers.items():
         if not _equal(value, changed[name]):
@@ -79,19 +88,31 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers, the modes and the random generators of a model after the body."""
-    buffers = [(x, x.detach().clone()) for x in model.buffers()]
-    modes = [(x, x.training) for x in model.modules()]
+    """Restore a model's buffers, kept tensors and modes, and random generators, after the body."""
+    buffers = [
+        (module, name, x, x.detach().clone())
+        for module in model.modules()
+        for name, x in module._buffers.items()
+        if x is not None
+    ]
+    modes = {x: x.training for x in model.modules()}
+    attributes = [(x, own_attributes(x)) for x in model.modules()]
     state = _random_state()
     try:
         yield
     finally:
         _set_random_state(state)
-        for module, training in modes:
-            module.training = training
+        for module in model.modules():
+            module.training = modes.get(module, modes[model])  # a forward may make modules
+        for module, known in attributes:
+            for name, value in own_attributes(module).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    delattr(module, name)  # with its graph, no module could be copied
+                    vars(module).update({name: known[name]} if name in known else {})
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer  # some models replace their buffers
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:
@@ -107,19 +128,20 @@ def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor, largest: float = 0.0) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    finite = torch.isfinite(one)
+    finite, dtype = torch.isfinite(one), one.dtype
     if not torch.equal(finite, torch.isfinite(other)):
         return False
     one, other = one[finite].double(), other[finite].double()
     if not one.numel():
         return True
-    scale = max(float(one.abs().max()), 1e-30)
-    return float((one - other).abs().max()) <= TOLERANCE.get(finite.dtype, 1e-4) * scale
+    allowed = TOLERANCE.get(dtype, 1e-4) * float(one.abs().max())
+    rounding = 64 * torch.finfo(dtype).eps * largest
+    return float((one - other).abs().max()) <= max(allowed, rounding, 1e-30)
 
 
 def _by(one: Tensor, other: Tensor) -> str:

@@ -162,8 +162,11 @@ def test_the_dtype_is_that_of_the_conversion(net: Net, batch: Tensor) -> None:
 def test_batches_of_another_form_are_refused() -> None:
     model, batch = gpt2()
     layers = as_layers(model, batch)
-    longer = {name: x.repeat(1, 2) for name, x in batch.items()}
-    assert torch.equal(layers(longer).logits, model(**longer).logits)
+    for length in (1, 5, 13):
+        other = {name: x.repeat(1, 2)[:, :length] for name, x in batch.items()}
+        assert torch.equal(layers(other).logits, model(**other).logits)
+    with pytest.raises(ConfigurationError, match="recorded for lengths from 1 to 13: "):
+        layers({name: x.repeat(1, 2) for name, x in batch.items()})
     with pytest.raises(ConfigurationError, match=r"entries \['input_ids'\], and example_inputs"):
         layers({"input_ids": batch["input_ids"]})
     with pytest.raises(ConfigurationError, match=r"dtype torch\.int32"):
