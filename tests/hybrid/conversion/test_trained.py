@@ -53,7 +53,7 @@ def trained(name: str, num_stages: int, schedule: str | None) -> dict[str, Tenso
 
 def assert_same(found: dict[str, Tensor], name: str) -> None:
     expected = train_plain(name, STEPS)
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key].cpu(), value, rtol=1e-9, atol=1e-11)
 
