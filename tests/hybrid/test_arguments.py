@@ -87,7 +87,7 @@ def test_hybrid_parallel(options: dict[str, object], message: str) -> None:
 
 
 def test_modules() -> None:
-    with pytest.raises(ConfigurationError, match=r"Linear is no nn.Sequential, .* example_inputs"):
+    with pytest.raises(ConfigurationError, match=r"Linear is no plain nn.Sequential, .* example"):
         wrap(nn.Linear(2, 2))
     shared = nn.Linear(6, 6)
     with pytest.raises(ConfigurationError, match=r"layers '0' and '2' .* the same object"):

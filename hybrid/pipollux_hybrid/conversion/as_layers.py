@@ -104,8 +104,8 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
         raise ConfigurationError(f"model is a {type(model).__name__}: an nn.Module is needed")
     if example_inputs is None:
         raise ConfigurationError(
-            f"{type(model).__name__} is no nn.Sequential, and is recorded on an example: pass "
-            "example_inputs, a batch as the data loader returns it, without labels"
+            f"{type(model).__name__} is no plain nn.Sequential, and is recorded on an example: "
+            "pass example_inputs, a batch as the data loader returns it, without labels"
         )
     given = arguments(example_inputs)[1]
     labels = next((name for name in given if name in ("labels", "label", "return_loss")), None)

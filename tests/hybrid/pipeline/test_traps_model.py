@@ -75,7 +75,7 @@ def test_modules_that_would_not_be_run_as_they_are() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    with pytest.raises(ConfigurationError, match=r"OwnForward with its own forward"):
+    with pytest.raises(ConfigurationError, match=r"OwnForward is no plain nn.Sequential"):
         wrap(OwnForward(nn.Linear(2, 2)))
     hooked = nn.Sequential(nn.Linear(2, 2))
     hooked.register_forward_hook(lambda *_: None)

@@ -37,7 +37,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "AdaptiveDataLoader": (
         "_batches _boundary _context _epoch_size _epochs _init_batch_size _limits _lists "
-        "_membership _metrics _random _sample_length _sampler _seed _state _stream _worker_start",
+        "_membership _metrics _per_stage _random _sample_length _sampler _seed _stages _state "
+        "_stream _worker_start",
         "",
     ),
     "AdaptiveOptimizer": (
