@@ -1,8 +1,8 @@
 """Fine-tunes GPT-2 of Hugging Face as a pipeline, with the model's own classes and loss.
 
 Without `--model`, a small GPT-2 with random weights reads Python's standard library byte by byte.
-With it, a folder of `save_pretrained` gives the weights, and `--save` takes the trained model. Needs
-`pip install transformers`.
+With it, a folder of `save_pretrained` gives the weights, and `--save` takes the trained model.
+Needs `pip install transformers`.
 
     python examples/gpt2.py --stages 1
     torchrun --nproc-per-node 4 examples/gpt2.py --processes-per-replica 2
