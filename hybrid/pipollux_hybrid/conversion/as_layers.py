@@ -34,6 +34,8 @@ from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
+LOSS_INPUTS = ("return_loss", "start_positions", "end_positions")
+"""Arguments, besides labels, with which models of Hugging Face compute a loss."""
 OTHER_BATCH_SIZE = 5
 """Samples of a batch that is recorded to check the result."""
 LONGEST_PROBE = 1024
@@ -63,12 +65,13 @@ def as_layers(
     Args:
         model: Any module. Layers share its parameters, buffers and modules.
         example_inputs: A batch: a tensor, a tuple of the forward's arguments, or a dict of its
-            keyword arguments, without labels. Batches may have any number of samples, and for
-            models of tokens any length up to the example's, and up to four times that of a short
-            one where the model allows them.
-        cut_at: Names of the modules before which the model is cut, or of lists of these. By default
-            the members of its lists of equal modules.
-        verify: Whether to compare the layers with the model.
+            keyword arguments, without labels. Batches need the same entries. They may have any
+            number of samples, and of token ids and masks any length up to the example's, or up to
+            four times that of a short one, where the model does the same at these sizes.
+        cut_at: Names of the modules before which the model is cut, or of an ``nn.ModuleList`` for
+            all of its members; modules in it run as they are. By default the members of the
+            outermost lists of modules with a common class.
+        verify: Whether to compare the layers with the model, to rounding.
 
     Returns:
         The layers, with the names of the model's parameters and the model's own output class.
@@ -108,7 +111,7 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
             "pass example_inputs, a batch as the data loader returns it, without labels"
         )
     given = arguments(example_inputs)[1]
-    labels = next((name for name in given if name in ("labels", "label", "return_loss")), None)
+    labels = next((name for name in given if "label" in name or name in LOSS_INPUTS), None)
     if labels is not None:
         raise ConfigurationError(
             f"example_inputs has {labels!r}, with which the model computes its loss, one number "

@@ -8,6 +8,7 @@ autocast have their own kinds, which :mod:`.unify` finds by comparing recordings
 from __future__ import annotations
 
 import enum
+import keyword
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -202,7 +203,7 @@ def source(expression: Expression, names: Names) -> str:
         case State(name):
             owner, _, last = name.rpartition(".")
             scope = f"self{path(owner)}" if owner else "self"
-            return f"{scope}.{last}" if last.isidentifier() else f"getattr({scope}, {last!r})"
+            return f"{scope}.{last}" if is_name(last) else f"getattr({scope}, {last!r})"
         case Constant(tensor):
             return f"constant({names.of(tensor, 'tensor')}, device)"
         case Literal(value):
@@ -258,4 +259,9 @@ def path(name: str) -> str:
         >>> path("h.0.attn")
         ".h._modules['0'].attn"
     """
-    return "".join(f".{x}" if x.isidentifier() else f"._modules[{x!r}]" for x in name.split("."))
+    return "".join(f".{x}" if is_name(x) else f"._modules[{x!r}]" for x in name.split("."))
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be an attribute or a keyword argument in source."""
+    return text.isidentifier() and not keyword.iskeyword(text)

@@ -47,7 +47,8 @@ class Inputs:
         example = plain_batch(example)
         leaves, self._structure = pytree.tree_flatten(example, is_leaf=is_marked)
         self._marked = [is_marked(x) for x in leaves]
-        self._leaves, _ = pytree.tree_flatten(arguments(example))
+        given = arguments(example)
+        self._leaves, self._spec = pytree.tree_flatten(given)
         if len(self._leaves) != len(leaves):
             raise ConfigurationError(
                 "example_inputs marks a container: mark each of its tensors, so that the layers "
@@ -55,8 +56,7 @@ class Inputs:
             )
         self.dimensions = [self._batch()]
         if lengths_vary:
-            self.dimensions += self._lengths()
-        _, self._spec = pytree.tree_flatten(arguments(example))
+            self.dimensions += self._lengths(given)
 
     def __deepcopy__(self, _: Any) -> Inputs:
         """Copies of a layer share it, as it never changes."""
@@ -77,25 +77,28 @@ class Inputs:
             )
         return Dimension("batch", tuple(cut), sizes.pop()[0])
 
-    def _lengths(self) -> list[Dimension]:
+    def _lengths(self, given: Any) -> list[Dimension]:
         """Return the lengths of token ids and masks; other dimensions of that size follow."""
+        paths, _ = pytree.tree_flatten_with_path(given)
+        # Those of encoder and decoder may be equal in the example, and differ in other batches.
+        side = ["decoder_" in pytree.keystr(path) for path, _ in paths]
         lengths = {
-            x.shape[1]
-            for x in self.tensors.values()
+            (x.shape[1], side[i])
+            for i, x in self.tensors.items()
             if x.dim() == 2 and not x.is_floating_point() and x.shape[1] > 3
         }
         return [
             Dimension(
-                "length",
+                "decoder length" if decoder else "length",
                 tuple(
                     (i, dim)
                     for i, x in self.tensors.items()
                     for dim in range(0 if self._marked[i] else 1, x.dim())
-                    if x.shape[dim] == length
+                    if (x.shape[dim], side[i]) == (length, decoder)
                 ),
                 length,
             )
-            for length in sorted(lengths)
+            for length, decoder in sorted(lengths)
         ]
 
     def resized(self, sizes: Sequence[int], roll: int = 0) -> Any:

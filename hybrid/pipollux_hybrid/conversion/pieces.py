@@ -33,6 +33,7 @@ from .expressions import (
     State,
     Tree,
     Value,
+    is_name,
     leaves_of,
     path,
     source,
@@ -213,8 +214,8 @@ def _statements(call: Call, names: Names) -> list[str]:
     assert isinstance(call.kwargs, Tree)  # noqa: S101  # recorded from a dict
     given = [source(x, names) for x in call.args.items]
     pairs = list(zip(call.kwargs.context, call.kwargs.items, strict=True))
-    given += [f"**{{{name!r}: {source(x, names)}}}" for name, x in pairs if not name.isidentifier()]
-    given += [f"{name}={source(x, names)}" for name, x in pairs if name.isidentifier()]
+    given += [f"**{{{name!r}: {source(x, names)}}}" for name, x in pairs if not is_name(name)]
+    given += [f"{name}={source(x, names)}" for name, x in pairs if is_name(name)]
     text = f"{target}({', '.join(given)})"
     if call.is_check:
         wanted = source(call.result, names)

@@ -174,8 +174,7 @@ def _merged_leaf(
     if any(isinstance(x, Constant) for x in leaves):
         raise DifferentCallsError(
             f"{where}: the model uses a tensor that no function of torch returned to it, as from "
-            "NumPy, a custom autograd function or a cache: compute it with torch, or move the code "
-            "into a block"
+            "NumPy or a cache: compute it with torch, or move the code into a block"
         )
     if any(isinstance(x, Opaque) for x in leaves):
         kinds = ", ".join(sorted({type(getattr(x, "value", x)).__name__ for x in leaves}))

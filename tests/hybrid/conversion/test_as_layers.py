@@ -180,6 +180,12 @@ def test_batches_of_another_form_are_refused() -> None:
         as_layers(model, {**batch, "labels": batch["input_ids"]})
 
 
+def test_lengths_of_encoder_and_decoder_are_two() -> None:
+    model, (batch, _) = make_model("t5").eval(), make_batches("t5", 1)[0]
+    layers = as_layers(model, {**batch, "decoder_input_ids": batch["input_ids"].flip(1)})
+    assert torch.equal(layers(batch).logits, model(**batch).logits)
+
+
 def test_errors_of_the_model_are_its_own(net: Net) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         as_layers(net, torch.ones(2, 3, dtype=torch.float64))
