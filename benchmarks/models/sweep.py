@@ -147,7 +147,7 @@ def _warm_up(sources: Sequence[str]) -> None:
             getattr(transformers, name)
     if "timm" in sources:
         architectures.declare_operators()
-        import timm  # noqa: F401
+        import timm  # noqa: F401  # once, before rows are forked
 
 
 def _one(row: Row, options: argparse.Namespace, connection: Connection) -> None:

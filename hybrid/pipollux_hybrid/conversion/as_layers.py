@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,8 +34,11 @@ from .watch import SettingsWatch
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
-LOSS_INPUTS = ("return_loss", "start_positions", "end_positions")
-"""Arguments, besides labels, with which models of Hugging Face compute a loss."""
+LOSS_INPUTS = (
+    *("labels", "label", "return_loss", "start_positions", "end_positions", "mc_labels"),
+    *("next_sentence_label", "sentence_order_label"),
+)
+"""Arguments with which models of Hugging Face compute a loss."""
 OTHER_BATCH_SIZE = 5
 """Samples of a batch that is recorded to check the result."""
 LONGEST_PROBE = 1024
@@ -82,6 +85,18 @@ def as_layers(
     """
     _check_model(model, example_inputs)
     device = _device(model)
+    with ExitStack() as stack:  # whatever the caller has entered
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {device.type, "cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return _made(model, example_inputs, cut_at, check=verify)
+
+
+def _made(
+    model: nn.Module, example_inputs: Any, cut_at: Sequence[str] | None, *, check: bool
+) -> ModelLayers:
+    device = _device(model)
     example_inputs = map_tensors(lambda tensor: tensor.to(device), plain_batch(example_inputs))
     blocks = choose_blocks(model, _calls(model, example_inputs), cut_at)
     failure: ConfigurationError | None = None
@@ -90,7 +105,7 @@ def as_layers(
         if lengths_vary and len(inputs.dimensions) == 1:
             continue
         try:
-            return _converted(model, inputs, blocks, check=verify)
+            return _converted(model, inputs, blocks, check=check)
         except Exception as error:  # recording calls the model's code at sizes it may not expect
             failure = failure or _as_error(model, error)
             if not lengths_vary:
@@ -111,7 +126,7 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
             "pass example_inputs, a batch as the data loader returns it, without labels"
         )
     given = arguments(example_inputs)[1]
-    labels = next((name for name in given if "label" in name or name in LOSS_INPUTS), None)
+    labels = next((name for name in given if name in LOSS_INPUTS), None)
     if labels is not None:
         raise ConfigurationError(
             f"example_inputs has {labels!r}, with which the model computes its loss, one number "

@@ -126,6 +126,17 @@ RANDOM = frozenset(
     ]
 )
 """Functions of torch that draw from its generators whatever the mode."""
+SHAPES = frozenset(
+    ["shape", "size", "numel", "nelement", "nbytes", "stride", "__len__", "ndimension"]
+)
+"""Those of :data:`METADATA` that tell how many elements a tensor has."""
+RAGGED = frozenset(
+    [
+        *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+        *("repeat_interleave", "nonzero_static"),
+    ]
+)
+"""Functions whose results have as many elements as the data say, besides boolean indices."""
 OURS = str(Path(__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
 
@@ -212,6 +223,7 @@ class _Recorder(TorchFunctionMode):
         self._kept: list[Any] = []  # so that no id is used twice
         self._count = 0
         self._drawn: set[int] = set()
+        self._ragged: set[int] = set()
         self._closed = False
         self._autocast = _autocast_enabled()
         self.recording = Recording()
@@ -267,7 +279,11 @@ class _Recorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = _name_of(func)
         changes_type = name == "type" and len(args) + len(kwargs) > 1
-        if self._closed or (name in METADATA and not changes_type):
+        if self._closed:
+            return func(*args, **kwargs)
+        if name in METADATA and not changes_type:
+            if name in SHAPES and self._is_ragged(args[0]):
+                self.call(shape_of, (args[0],), {})
             return func(*args, **kwargs)
         if name == "__iter__":
             return iter(self.call(torch.unbind, args, kwargs))
@@ -324,11 +340,20 @@ class _Recorder(TorchFunctionMode):
         made.is_check = module is None and not has_tensors and returned is not None
         if made.is_random:
             self._drawn.update(made.writes)
+        if _is_ragged_call(target, args) or any(
+            isinstance(x, Value) and x.index in self._ragged for x in made.reads
+        ):
+            self._ragged.update(made.writes)
         self._check(made)
         if made.is_check and not any(isinstance(x, (Value, State)) for x in made.reads):
             return returned  # a function of plain values
         self.recording.calls.append(made)
         return returned
+
+    def _is_ragged(self, tensor: Any) -> bool:
+        """Return whether a tensor may have as many elements as the data say."""
+        value = self._values.get(id(tensor))
+        return value is not None and value.index in self._ragged
 
     def _check_changed(
         self, changed: Iterable[int], given: Iterable[Expression], where: str
@@ -353,7 +378,7 @@ class _Recorder(TorchFunctionMode):
         if made.is_check and any(strange):
             raise UnrecordableError(
                 f"{made.where}: {_name_of(made.target)} turns a tensor into a "
-                f"{type(next(leaves_of(made.result)).value).__name__}, which layers cannot repeat: "  # type: ignore[union-attr]
+                f"{type(next(leaves_of(made.result)).value).__name__}, which layers cannot repeat: "  # type: ignore[union-attr]  # an Opaque
                 "compute with tensors, or move the code into a block"
             )
 
@@ -425,6 +450,21 @@ def _mapped(
     pairs = [_mapped(x, function, where) for x in children]
     tree = Tree(tuple(x for x, _ in pairs), kind, context)
     return tree, node.unflatten_fn([x for _, x in pairs], context)
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; recorded where the data decide about it."""
+    return tuple(tensor.shape)
+
+
+def _is_ragged_call(target: Any, args: Sequence[Any]) -> bool:
+    name = "" if isinstance(target, str) else _name_of(target)
+    if name == "where":
+        return len(args) == 1
+    if name == "__getitem__":
+        masks = (x for x in pytree.tree_leaves(args[1]) if isinstance(x, Tensor))
+        return any(x.dtype in (torch.bool, torch.uint8) for x in masks)
+    return name in RAGGED
 
 
 def _is_plain(value: Any) -> bool:
@@ -525,11 +565,11 @@ def _intercepted_modules(recorder: _Recorder) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.module(module, args, kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__call__ = call  # type: ignore[method-assign]  # for the time of the recording
     try:
         yield
     finally:
-        nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+        nn.Module.__call__ = _module_call  # type: ignore[method-assign]  # as it was
 
 
 @contextmanager
@@ -542,11 +582,11 @@ def _intercepted_autograd(recorder: _Recorder) -> Iterator[None]:
             return original.__get__(None, cls)(*args, **kwargs)
         return recorder.call(AutogradFunction(cls), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]  # as above
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]  # as it was
 
 
 @dataclass(frozen=True)

@@ -517,6 +517,16 @@ class DecidesByData(Blocks):
         return self.blocks[2](self.blocks[1](x))
 
 
+class DividesByTheNumberOfPositive(Blocks):
+    """Reads the size of a selection, which no two batches need have in common."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected = x[x > 0] * 2
+        for block in self.blocks:
+            x = block(x) / selected.shape[0]
+        return x
+
+
 class PythonRandom(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x) * random.random()  # noqa: S311  # as models do
@@ -648,6 +658,24 @@ def test_labels_are_refused() -> None:
     example = {"x": batch(), "labels": torch.zeros(4)}
     with pytest.raises(ConfigurationError, match=r"compute the loss in\s+loss_fn"):
         as_layers(Reversed(), example)
+
+
+def test_a_size_that_the_data_decide_is_checked_again() -> None:
+    model, positive = DividesByTheNumberOfPositive(), batch().abs() + 1
+    layers = as_layers(model, positive)
+    assert torch.equal(layers(positive[:3]), model(positive[:3]))
+    with pytest.raises(ConfigurationError, match="decides by its data"):
+        layers(batch() - 1)
+
+
+def test_the_callers_contexts_do_not_matter() -> None:
+    model = FunctionalDropout()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        layers = as_layers(model, batch())
+    torch.manual_seed(1)
+    expected = model(batch())
+    torch.manual_seed(1)
+    assert torch.equal(layers(batch()), expected)
 
 
 def test_a_decision_by_data_is_checked_again() -> None:
