@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipollux_hybrid import HybridParallel, init_process_group, replica_rank
+from pipollux_hybrid import ConfigurationError, HybridParallel, init_process_group, replica_rank
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from tests.hybrid.conversion.small_models import (
@@ -63,11 +63,22 @@ def only_default(name: str, *defaults: str) -> Any:
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", [only_default(name, "llama", "whisper") for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [only_default(name, "llama", "whisper") for name in NAMES if name != "t5"]
+)
 def test_in_one_process(name: str, num_stages: int) -> None:
     contexts.reset()
     try:
         assert_same(trained(name, num_stages, None), name)
+    finally:
+        contexts.reset()
+
+
+def test_embeddings_that_stages_share_are_refused_in_one_process() -> None:
+    contexts.reset()
+    try:
+        with pytest.raises(ConfigurationError, match=r"share the parameter 'shared\.weight'"):
+            trained("t5", 2, None)
     finally:
         contexts.reset()
 

@@ -241,7 +241,8 @@ def main() -> None:
         optimizer,
         num_stages=num_stages,
         schedule=os.environ.get("SCHEDULE") or None,
-        num_microbatches=1 if os.environ.get("LAYERS") == "initializing" else None,
+        # Another number of stages then draws the same random numbers.
+        num_microbatches=1 if os.environ.get("LAYERS") in ("initializing", "converted") else None,
         lr_scheduler=schedule,
         check_replicas=True,
         shard_optimizer="SHARDED" in os.environ,
