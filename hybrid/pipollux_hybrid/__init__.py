@@ -37,6 +37,7 @@ from pipollux_hybrid.pipeline.loss import WeightedLoss
 from pipollux_hybrid.pipeline.samples import per_sample, whole
 from pipollux_hybrid.pipeline.skip import Namespace, pop, skippable, stash
 from pipollux_hybrid.pipeline.state_changes import per_microbatch
+from pipollux_hybrid.push_pull.options import OuterSGD, PushPull
 from pipollux_hybrid.sync.buffers import CombinesBuffers, all_reduce_sum
 from pipollux_hybrid.telemetry.report import TensorBoard, report
 
@@ -58,7 +59,9 @@ __all__ = [
     "LEGWScale",
     "LinearScale",
     "Namespace",
+    "OuterSGD",
     "PipolluxError",
+    "PushPull",
     "ScalingRule",
     "ScalingState",
     "SquareRootScale",

@@ -45,6 +45,8 @@ from pipollux_hybrid.pipeline.microbatch import (
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline.samples import BatchCheck, plain_batch
 from pipollux_hybrid.pipeline_model import PipelineModel
+from pipollux_hybrid.push_pull.learner import check_supported, make_learner
+from pipollux_hybrid.push_pull.options import PushPull
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.batch_digest import BatchDigests
 from pipollux_hybrid.sync.bucket import BUCKET_BYTES
@@ -121,6 +123,9 @@ class HybridParallel(PipelineModel):
             at the end of each iteration.
         shard_optimizer: Whether each replica steps a share of the parameters, holds the optimizer's
             state of these only, and receives the others: the same results with 1/R of the state.
+        synchronization: :class:`PushPull`: replicas train on their own and exchange parameters
+            through servers every H steps, for slow links. None: gradients are averaged over the
+            replicas in every step.
         check_replicas: Compare all parameters and buffers of replicas after every optimizer step
             (True) or every n-th, for debugging; ``PIPOLLUX_CHECK_REPLICAS`` sets it from outside.
 
@@ -149,6 +154,7 @@ class HybridParallel(PipelineModel):
         broadcast_buffers: bool = True,
         shard_optimizer: bool = False,
         check_replicas: bool | int = False,
+        synchronization: PushPull | None = None,
     ) -> None:
         ctx = context()
         options = {
@@ -190,6 +196,7 @@ class HybridParallel(PipelineModel):
             shards_optimizer=shard_optimizer and (wanted == 1 or ctx.mesh is not None),
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
+        learner = make_learner(ctx, synchronization, module)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
         agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage}
@@ -201,6 +208,9 @@ class HybridParallel(PipelineModel):
         cut = metrics.cut = choose_cut(ctx, metrics, module, optimizer, request, orders)
         self._layer_profile = cut.profile
         self._tied = TiedCopies.of(ctx, module, cut.balance)
+        if synchronization is not None:
+            ties = self._tied is not None
+            check_supported(shards=shard_optimizer, compares=interval, ties=ties)
         # Hidden from nn.Module: the layers are registered by `module` alone.
         self.__dict__["_engine"], self._elsewhere = make_engine(
             ctx, module, optimizer, cut.balance, chosen, modes[ctx.env.stage], spec.schedule
@@ -248,6 +258,9 @@ class HybridParallel(PipelineModel):
         tied_names = self._tied.listed_names() if self._tied else {}
         load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere, shards, tied_names))
         self._noise.prepare()
+        if learner is not None:
+            learner.begin(module, optimizer)
+            ctx.learner = learner
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
@@ -498,6 +511,8 @@ class HybridParallel(PipelineModel):
         self._complete = result is not None
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
+        if self._context.learner is not None:
+            self._context.learner.trained = True
         self._metrics.note_backward(result)
         if result is None:
             self._optimizer.keep_gradients(watched=not self._context.control.losses.void)

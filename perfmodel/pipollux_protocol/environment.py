@@ -140,6 +140,25 @@ class Names:
         return ",".join(value)
 
 
+class Addresses:
+    """Hosts with ports, separated by commas."""
+
+    allowed = "addresses such as 10.0.0.1:7700,10.0.0.2:7700 are needed"
+
+    def parse(self, text: str) -> tuple[str, ...]:
+        """Return the addresses."""
+        addresses = Names().parse(text)
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not 0 < int(port) < 1 << 16:
+                raise ValueError
+        return addresses
+
+    def format(self, value: tuple[str, ...]) -> str:
+        """Return the addresses, separated by commas."""
+        return ",".join(value)
+
+
 @dataclass(frozen=True)
 class Variable(Generic[T]):
     """An environment variable.
@@ -312,6 +331,13 @@ RENDEZVOUS = Variable(
     "user",
     "rendezvous folder for elastic resizes without a scheduler, on storage that all nodes share",
     "no elastic resizes",
+)
+SERVERS = Variable(
+    "PIPOLLUX_SERVERS",
+    Addresses(),
+    "user",
+    "addresses of the servers for training by push and pull, separated by commas",
+    "replicas average gradients in every step",
 )
 TIMEOUT = Variable(
     "PIPOLLUX_TIMEOUT",

@@ -163,6 +163,10 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
+    if ctx.learner is not None and ctx.learner.place is not None:
+        # The servers' place is the job's, whichever checkpoint this replica has.
+        state.epoch, state.loops_done = ctx.learner.place
+        state.loops_to_skip, ctx.learner.place = state.loops_done, None
     membership = elastic_membership(ctx)
     place = membership.job_place() if membership is not None and ctx.joins is not None else None
     if place is not None:

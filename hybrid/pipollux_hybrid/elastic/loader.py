@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from pipollux_hybrid.errors import Allowed, ConfigurationError, check_values, is_whole, switch
-from pipollux_hybrid.job.batch import BatchSlice, num_parts
+from pipollux_hybrid.job.batch import BatchShape, BatchSlice, num_parts
 
 from .loop import ElasticLoop
-from .sampler import ElasticSampler
+from .sampler import ElasticSampler, parts_of_iteration
 from .stage_loading import PairCollate, StageLoading
 from .stream import PartCollate, SampleStream
 from .stream_check import StreamCheck, content_of
@@ -212,8 +213,13 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             return self._stages.shared(self._batches)
         return self._stages.shared(self._lists if self._stream is None else itertools.repeat(None))
 
+    def _order(self) -> torch.Tensor | None:
+        return None if self._sampler is None else self._sampler.order(self._epochs.epoch)
+
     def _parts(self) -> Iterator[BatchSlice]:
         assert self._sampler is not None  # noqa: S101  # only streams have none
+        if self._learner is not None:
+            return self._learner.parts(self._sampler.order(self._epochs.epoch), self._shape(), _cut)
         return self._sampler.parts(
             epoch=self._epochs.epoch,
             index=self._state.index,
@@ -228,6 +234,11 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         # The hash of a tuple of integers is equal in every process.
         seed = hash((self._seed, *place)) % (1 << 63)
         cast("Any", self._batches.generator).manual_seed(seed)
+
+
+def _cut(index: int, count: int, shape: BatchShape) -> Iterator[tuple[range, BatchSlice]]:
+    """Return the parts of an iteration whose positions servers have leased."""
+    return parts_of_iteration(index, count, shape, 0, is_last=False)
 
 
 def _check_options(options: dict[str, Any]) -> None:

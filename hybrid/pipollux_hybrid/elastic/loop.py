@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+
+import torch
 
 from pipollux_hybrid.checkpoint.manager import load_state
 from pipollux_hybrid.checkpoint.rng_state import random_state
@@ -25,6 +27,9 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .epoch import epoch_state
 from .step_boundary import IterationEnd, StepBoundary
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.push_pull.learner import Learner
 
 T = TypeVar("T")
 KIND = "loader"
@@ -95,6 +100,8 @@ class ElasticLoop(Generic[T]):
         self._epochs = epoch_state(self._context)
         self._boundary = StepBoundary(self._context)
         self._membership = elastic_membership(self._context)
+        self._learner: Learner | None = None
+        """Of the loop under way, if servers hand out its positions."""
         self._limits: BatchSizeLimits | None = None
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
@@ -161,7 +168,7 @@ class ElasticLoop(Generic[T]):
         """Iterate over this replica's atomic batches, from the position of the last attempt."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
-        if self._epochs.skip_loop() or self._is_over_for_joining():
+        if self._epochs.skip_loop() or self._is_over_for_joining() or self._is_over_on_servers():
             return
         self._random.restore_once()
         batch = ctx.batch
@@ -188,6 +195,7 @@ class ElasticLoop(Generic[T]):
             self._remember()
             metrics.begin_segment(self._epoch_size, self._sample_length)
             is_first = True
+            learner = self._learner
             for part, batch in self._segment():
                 if is_first:
                     self._boundary.announce(self._place(part), adapts=self._limits is not None)
@@ -205,13 +213,21 @@ class ElasticLoop(Generic[T]):
                         self._iteration_done(part)
                         if part.is_last:
                             return
+                        void = learner is not None and learner.step_done()
                         agreed = self._boundary.settle()
+                        if void:
+                            self._begin()
+                            break
                     if ended is not IterationEnd.DONE:
                         self._begin()
                         break
                     if self._change_replicas(agreed) or self._adopt(agreed):
                         break
                     self._remember()
+            else:
+                if learner is None or not learner.finish(self._shape().batch_size):
+                    return
+                self._begin()
 
     def _remember(self) -> None:
         if self._membership is not None:
@@ -228,6 +244,30 @@ class ElasticLoop(Generic[T]):
             return False
         self._epochs.loops_done += 1
         return True
+
+    def _is_over_on_servers(self) -> bool:
+        """Begin a loop of the training at the servers, if there are any; return whether it is over
+        there. A loop for evaluation is each replica's own, over all samples.
+        """
+        learner, self._learner = self._context.learner, None
+        if learner is None or not learner.trains():
+            return False
+        if self._order() is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} with synchronization=PushPull(…): servers hand out "
+                "positions of a map-style data set, which this is none; use an AdaptiveDataLoader "
+                "over one"
+            )
+        place = (self._epochs.epoch, self._epochs.loops_done)
+        if learner.open(place, self._epoch_size, self._shape().batch_size):
+            self._epochs.loops_done += 1
+            return True
+        self._learner = learner
+        return False
+
+    def _order(self) -> torch.Tensor | None:
+        """Return the order of the samples in this epoch; None: they come as a stream."""
+        return None
 
     def _change_replicas(self, agreed: ControlMessage | None) -> bool:
         if self._membership is None or not self._membership.is_due(agreed):

@@ -86,7 +86,7 @@ def init_process_group(
     settings = _settings_of_groups(env, chosen)
     store = None
     if env.world_size > 1 and not dist.is_initialized():
-        store = _meet(settings, timeout)
+        store = _meet(settings, timeout, env)
     rendezvous = _rendezvous(env, chosen)
     announcement = None
     if isinstance(rendezvous, RendezvousFolder):
@@ -129,19 +129,25 @@ def _settings_of_groups(env: JobEnvironment, backend: str) -> dict[str, str | No
     }
 
 
-def _meet(settings: Mapping[str, str | None], timeout: float) -> Store:
+def _meet(settings: Mapping[str, str | None], timeout: float, env: JobEnvironment) -> Store:
     """Meet all processes in torchrun's store, and return it; a ConfigurationError if they would
-    form different groups, which else wait for each other until their timeout.
+    form different groups, which else wait for each other until their timeout. Replicas that push
+    and pull form a group each.
     """
     wait = timedelta(seconds=timeout)
     store, rank, size = next(torch_rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
+    if env.servers is not None:
+        store = PrefixStore(f"replica_{env.replica}", store)
+        rank, size = env.stage, env.processes_per_replica
     agree_by_store(store, rank, size, "their process groups", settings)
     return PrefixStore("default_pg", store)  # as torch names it
 
 
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return the rendezvous of an elastic job; None: the job is not elastic."""
+    if env.servers is not None:
+        return None  # replicas join and leave at the servers
     if env.rendezvous is None:
         can = backend == "gloo" or (env.elastic_nccl and not dist.is_initialized())
         if not (env.elastic and env.attempt > 0 and can):

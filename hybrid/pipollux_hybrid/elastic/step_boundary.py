@@ -185,6 +185,8 @@ class StepBoundary:
 
     def _stop(self) -> None:
         self._metrics.flush()
+        if self._context.learner is not None:
+            self._context.learner.leave()
         try:
             save_all_states()
         except CheckpointError as error:

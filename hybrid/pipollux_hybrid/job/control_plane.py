@@ -134,7 +134,8 @@ class ControlPlane:
 
     def __init__(self, num_replicas: int, timeout: float) -> None:
         self._num_replicas = num_replicas
-        self._timeout = timeout
+        self.timeout = timeout
+        """Seconds to wait for a slow replica."""
         self._group: ReplicaGroup | None = None
         if num_replicas > 1:
             made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -213,7 +214,7 @@ class ControlPlane:
             self._meet(f"a step boundary, {self._place}" if self._place else "a step boundary")
             vector = self._vector([0.0] * self._riding, rides=False)
             try:
-                vector = self._sum(vector, self._timeout)
+                vector = self._sum(vector, self.timeout)
             except SynchronizationError:
                 raise  # has a message already
             except RuntimeError as error:

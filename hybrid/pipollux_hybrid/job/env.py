@@ -49,6 +49,7 @@ VARIABLES: dict[str, Variable[Any]] = {
     "joins": protocol.JOINS,
     "address": protocol.ADDRESS,
     "check_replicas": protocol.CHECK_REPLICAS,
+    "servers": protocol.SERVERS,
 }
 """The variable of each field of :class:`JobEnvironment`, where it is set."""
 
@@ -132,6 +133,11 @@ class JobEnvironment:
     """Address of this host for the other replicas (``PIPOLLUX_ADDRESS``)."""
     check_replicas: int = 0
     """Optimizer steps between two comparisons of the replicas (``PIPOLLUX_CHECK_REPLICAS``)."""
+    servers: tuple[str, ...] | None = None
+    """Servers through which replicas push and pull (``PIPOLLUX_SERVERS``). Each replica is then a
+    job of one replica for everything else."""
+    expected_replicas: int = 1
+    """Replicas that start together and push and pull."""
 
     @property
     def world_size(self) -> int:
@@ -191,19 +197,30 @@ class JobEnvironment:
         given = {name: variable.read(env) for name, variable in VARIABLES.items()}
         _check_certificates(given["ca_file"])
         own = {name: value for name, value in given.items() if value is not None}
-        return cls(
-            **{
-                "rank": rank,
-                "num_replicas": num_replicas,
-                "local_rank": (LOCAL_RANK.read(env) or 0) // processes,
-                "stage": stage,
-                "num_nodes": nodes,
-                "num_threads": _threads(env),
-                "replica": rank,
-                **own,
-                "processes_per_replica": processes,
-            }
-        )
+        fields = {
+            "rank": rank,
+            "num_replicas": num_replicas,
+            "local_rank": (LOCAL_RANK.read(env) or 0) // processes,
+            "stage": stage,
+            "num_nodes": nodes,
+            "num_threads": _threads(env),
+            "replica": rank,
+            **own,
+            "processes_per_replica": processes,
+        }
+        return cls(**(_apart(fields) if "servers" in own else fields))
+
+
+def _apart(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment of a replica that meets the others at servers only."""
+    apart = {**fields, "rank": 0, "num_replicas": 1, "num_nodes": 1}
+    apart["expected_replicas"] = fields["num_replicas"]
+    folder = fields.get("checkpoint_dir")
+    if folder is not None:  # each has its own inner optimizer
+        apart["checkpoint_dir"] = folder / f"replica-{fields['replica']}"
+    if fields["replica"] > 0:
+        apart["progress"] = False
+    return apart
 
 
 def _processes(env: Mapping[str, str], asked_for: int | None) -> int:

@@ -1,0 +1,1 @@
+"""Training by push and pull: replicas train on their own and exchange fragments through servers."""

@@ -1,0 +1,255 @@
+"""The layers of a server: parameters, outer optimizer, and which samples they were trained on.
+
+A key is the index of a layer; each server has a contiguous range of keys, as in ps-lite. All state
+of a layer changes in one operation, so that a copy of it taken at any moment is consistent: the
+parameters include exactly the samples that are credited.
+
+Operations are deterministic: the next server applies the same ones in the same order, and holds an
+equal copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .intervals import IntervalSet
+from .options import OuterSGD
+from .outer_step import Change, OuterState
+
+GENERATION = 1 << 40
+"""Distance between the revisions of two generations; one begins when a server is restored."""
+
+Place = tuple[int, int]
+"""Epoch, and number of the loop over data in it."""
+
+
+class Rejected(Exception):
+    """An operation that does not change anything; the text is a reason from :data:`REASONS`."""
+
+
+FENCED = "fenced"
+"""The replica was lost, or the servers were restored: it has to join again."""
+PAST = "past"
+"""The change is based on parameters that the restored server does not have."""
+
+
+class Push(NamedTuple):
+    """A replica's change of some layers."""
+
+    member: int
+    number: int
+    """Counts the replica's pushes of these layers from 1, so that a repeated one is known."""
+    weights: Mapping[int, float]
+    """Of each layer, the samples it was trained on since the last push."""
+    place: Place
+    intervals: Mapping[int, Sequence[tuple[int, int]]]
+    """Of each layer, the positions of these samples."""
+    revisions: Mapping[int, int]
+    """Of each layer, the revision that it had pulled."""
+
+
+@dataclass
+class LayerState:
+    """State of a layer."""
+
+    names: tuple[str, ...]
+    outer: OuterState
+    revision: int = 0
+    """Outer steps; larger by a generation after each restoration."""
+    pending: dict[int, Change] = field(default_factory=dict)
+    """Changes of replicas, by member, that wait for a step."""
+    clocks: dict[int, int] = field(default_factory=dict)
+    """Rounds of each member: its pushes."""
+    weights: dict[int, float] = field(default_factory=dict)
+    """Samples of each member's last push."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Number of each member's last accepted push."""
+    place: Place = (0, 0)
+    credits: IntervalSet = field(default_factory=IntervalSet)
+    """Samples of the loop at ``place`` that the parameters or pending changes include."""
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.names)
+
+
+class KeyRange:
+    """The layers of one server, and the replicas that may push to them."""
+
+    def __init__(self, outer: OuterSGD, least_pushes: int | None, max_staleness: float) -> None:
+        self.layers: dict[int, LayerState] = {}
+        self.counted: dict[int, bool] = {}
+        """Members, and whether a round waits for their pushes."""
+        self.outer, self.least_pushes, self.max_staleness = outer, least_pushes, max_staleness
+
+    def init(self, layer: int, names: Sequence[str], values: Sequence[Tensor]) -> int:
+        """Create a layer, unless there is one; return its revision."""
+        if layer not in self.layers:
+            copies = [value.clone() for value in values]
+            self.layers[layer] = LayerState(tuple(names), OuterState(copies))
+        return self.layers[layer].revision
+
+    def admit(self, member: int) -> None:
+        """Accept pushes of a member."""
+        self.counted.setdefault(member, False)
+
+    def count(self, members: Mapping[int, bool]) -> None:
+        """Set whether rounds wait for members; those that begin are in the round of the others."""
+        for member, counts in members.items():
+            if member not in self.counted:
+                continue
+            for state in self.layers.values():
+                if counts and not self.counted[member]:
+                    clocks = (state.clocks.get(x, 0) for x, on in self.counted.items() if on)
+                    state.clocks[member] = max(clocks, default=state.clocks.get(member, 0))
+        for member, counts in members.items():
+            if member in self.counted:
+                self.counted[member] = counts
+        for state in self.layers.values():
+            self._advance(state)
+
+    def fence(self, member: int, place: Place) -> dict[int, IntervalSet]:
+        """Refuse pushes of a member from now on; return each layer's credits in a loop."""
+        self.counted.pop(member, None)
+        for state in self.layers.values():
+            self._advance(state)
+        return self.credits(place)
+
+    def credits(self, place: Place) -> dict[int, IntervalSet]:
+        """Return each layer's credited samples in a loop; layers beyond the loop are missing."""
+        found = {}
+        for layer, state in self.layers.items():
+            if state.place <= place:
+                found[layer] = state.credits if state.place == place else IntervalSet()
+        return found
+
+    def push(self, push: Push, changes: Mapping[int, Sequence[Tensor]]) -> None:
+        """Accept changes of layers, and step where that completes a round.
+
+        A push that was accepted before is accepted again, without an effect.
+
+        Raises:
+            Rejected: The member is fenced, or a layer is not at or beyond the push's revision.
+        """
+        if push.member not in self.counted:
+            raise Rejected(FENCED)
+        fresh = []
+        for layer in changes:
+            state = self.layers[layer]
+            if push.number <= state.numbers.get(push.member, 0):
+                continue
+            based = push.revisions[layer]
+            if based > state.revision or based // GENERATION != state.revision // GENERATION:
+                raise Rejected(PAST)
+            if push.member in state.pending:
+                raise ValueError(f"member {push.member} pushed layer {layer} twice without a pull")
+            fresh.append(layer)
+        for layer in fresh:
+            self._accept(layer, push, changes[layer])
+
+    def _accept(self, layer: int, push: Push, change: Sequence[Tensor]) -> None:
+        state, member, weight = self.layers[layer], push.member, push.weights[layer]
+        if state.place != push.place:
+            state.place, state.credits = push.place, IntervalSet()
+        for start, stop in push.intervals[layer]:
+            state.credits.add(start, stop)
+        state.pending[member] = Change(weight, [tensor.clone() for tensor in change])
+        state.numbers[member] = push.number
+        state.weights[member] = weight
+        state.clocks[member] = state.clocks.get(member, 0) + 1
+        self._advance(state)
+
+    def _advance(self, state: LayerState) -> None:
+        """Take an outer step if enough members have pushed."""
+        counted = [member for member, counts in self.counted.items() if counts]
+        missing = [member for member in counted if member not in state.pending]
+        if not state.pending:
+            return
+        if self.least_pushes is None:
+            ready = not missing
+        else:
+            ready = len(state.pending) >= min(self.least_pushes, len(counted))
+        if not ready:
+            return
+        total = sum(change.weight for change in state.pending.values())
+        usual = total / len(state.pending)  # for members that have not pushed yet
+        total += sum(state.weights.get(member, usual) for member in missing)
+        state.outer.step(state.pending, total, self.outer)
+        state.pending = {}
+        state.revision += 1
+
+    def may_pull(self, layer: int, member: int, after: int) -> bool:
+        """Return whether a member's pull of a layer has not to wait: its own push number ``after``
+        is included, and the slowest member is at most the staleness behind.
+        """
+        state = self.layers[layer]
+        if member in state.pending or state.numbers.get(member, 0) < after:
+            return False
+        clock = state.clocks.get(member, 0)
+        clocks = [state.clocks.get(x, 0) for x, counts in self.counted.items() if counts]
+        return clock - min(clocks, default=clock) <= self.max_staleness
+
+    def content(self) -> dict[str, Any]:
+        """Return the state in dicts, lists, tensors and numbers."""
+        layers = {layer: layer_content(state) for layer, state in self.layers.items()}
+        return {"layers": layers, "counted": dict(self.counted)}
+
+    def adopt(self, content: Mapping[str, Any]) -> None:
+        """Continue from another server's :meth:`content`."""
+        self.layers = {int(k): layer_of(x) for k, x in content["layers"].items()}
+        self.counted = {int(k): bool(x) for k, x in content["counted"].items()}
+
+
+def layer_content(state: LayerState) -> dict[str, Any]:
+    """Return a layer's state in dicts, lists, tensors and numbers."""
+    outer = state.outer
+    return {
+        "names": list(state.names),
+        "values": outer.values,
+        "momentum": outer.momentum,
+        "collected": outer.collected,
+        "fraction": outer.fraction,
+        "revision": state.revision,
+        "pending": {m: [change.weight, *change.tensors] for m, change in state.pending.items()},
+        "clocks": state.clocks,
+        "weights": state.weights,
+        "numbers": state.numbers,
+        "place": list(state.place),
+        "credits": [list(interval) for interval in state.credits],
+    }
+
+
+def layer_of(content: Mapping[str, Any]) -> LayerState:
+    """Return the state of a :func:`layer_content`."""
+    outer = OuterState(
+        list(content["values"]),
+        list(content["momentum"]),
+        list(content["collected"]),
+        float(content["fraction"]),
+    )
+    pending = {m: Change(float(w), tensors) for m, (w, *tensors) in content["pending"].items()}
+    epoch, loop = content["place"]
+    return LayerState(
+        tuple(content["names"]),
+        outer,
+        int(content["revision"]),
+        pending,
+        dict(content["clocks"]),
+        dict(content["weights"]),
+        dict(content["numbers"]),
+        (int(epoch), int(loop)),
+        IntervalSet((int(start), int(stop)) for start, stop in content["credits"]),
+    )
+
+
+def restored(content: Mapping[str, Any]) -> LayerState:
+    """Return a layer from a file: of the next generation, without members. Their pending changes are
+    credited, so they stay for the next step.
+    """
+    state = layer_of(content)
+    state.clocks, state.weights, state.numbers = {}, {}, {}
+    state.revision = (state.revision // GENERATION + 1) * GENERATION
+    return state

@@ -1,0 +1,496 @@
+"""A replica's side of push and pull: when to push which fragment, and what to continue from.
+
+Time runs to the right; H = 6 steps, P = 2 fragments, τ = 1::
+
+    step       1   2   3   4   5   6   7   8   9
+    fragment 0         push            …       push     change since the pull before
+                          pulled
+    fragment 1                     push
+                                      pulled
+
+With Θ the parameters that were pulled last and θ the replica's own, a push sends Δ = Θ − θ. The pull
+returns Θ' that includes it, and the replica continues from Θ' plus what it has changed meanwhile,
+which is part of the next Δ: no sample's change is lost or sent twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipollux_hybrid.errors import ConfigurationError, PeerLostError
+
+from .compression import ErrorFeedback
+from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_dtype
+from .key_range import FENCED, PAST, Place
+from .leases import Cut, Leases, Span
+from .options import PushPull
+from .transport import ServerError, bytes_of, require_zmq
+from .worker import Handle, KVWorker, Pulled
+
+if TYPE_CHECKING:
+    from pipollux_hybrid.job.batch import BatchShape, BatchSlice
+    from pipollux_hybrid.job.context import JobContext
+
+ALIGNING = 15.0
+"""Seconds of waiting for other replicas after which all fragments are pushed."""
+SMOOTHING = 0.2
+"""Weight of the newest measured time in the mean."""
+
+
+@dataclass
+class Fragment:
+    """Layers that are pushed together."""
+
+    keys: list[int]
+    age: int = 0
+    """Steps since its last push."""
+    number: int = 0
+    """Pushes of it by this member."""
+    spans: list[Span] = field(default_factory=list)
+    """Positions of these steps."""
+    pull: Handle[Pulled] | None = None
+    """The pull that is under way."""
+    sent: dict[str, Tensor] = field(default_factory=dict)
+    """The parameters when it was pushed."""
+    pushed_at: float = 0.0
+
+
+class Learner:
+    """Pushes and pulls the parameters of this process.
+
+    Args:
+        ctx: The job's context, of this replica alone.
+        options: The options.
+        module: The whole model, before layers of other stages are removed.
+    """
+
+    def __init__(self, ctx: JobContext, options: PushPull, module: nn.Sequential) -> None:
+        require_zmq()
+        env = ctx.env
+        if env.servers is None or env.token is None:
+            raise ConfigurationError(
+                "synchronization=PushPull(…) needs servers: start python -m pipollux.server for "
+                "each address in PIPOLLUX_SERVERS, and set PIPOLLUX_SERVERS and PIPOLLUX_TOKEN for "
+                "servers and replicas alike"
+            )
+        self.options, self._context = options, ctx
+        self._num_layers, self._sizes = len(module), layer_sizes(module)
+        self._frozen = _digest(module)
+        timeout = ctx.control.timeout
+        self._worker = KVWorker(env.servers, env.token, self._sizes, timeout)
+        ctx.closers.append(self._close)
+        self._module = module
+        self.trained = False
+        """Whether there was a backward in the iteration under way."""
+        self._leases = Leases(self._request)
+        self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._fragments: list[Fragment] = []
+        self._base: dict[str, Tensor] = {}
+        """Θ, by parameter name."""
+        self._revisions: dict[int, int] = {}
+        self._feedback = ErrorFeedback() if options.compression else None
+        self._member = 0
+        self._lost = False
+        """Whether the servers do not know this member any more."""
+        self._turn = 0
+        self._steps = 1
+        """Steps of a round, as the ledger says."""
+        self._next = self._progress = 0
+        """The fragment whose turn is next, which comes when P times the steps since are H."""
+        self._place: Place = (0, 0)
+        self._num_samples = self._batch = 0
+        self._step_time = self._sync_time = 0.0
+        self._since: float | None = None
+        self._in_loop = False
+        self._confirmations: list[Handle[Any]] = []
+        """Pushes under way."""
+        self._completions: list[Handle[Any]] = []
+        """Notes of them to the ledger, from the worker's thread."""
+        self.place: Place | None = None
+        """The job's loop when this replica joined; None at the start of a job."""
+
+    def begin(self, module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        """Join with the layers that are here, and continue from the servers' parameters."""
+        here = layer_parameters(module)
+        self._layers = {
+            key: kept
+            for key, several in here.items()
+            if (kept := [x for x in several if x[1].requires_grad])
+        }
+        check_layers(self._layers)
+        if not self._layers:
+            raise ConfigurationError("no parameter of this stage is trained: nothing to push")
+        sizes = {key: self._sizes[key] for key in self._layers}
+        groups = fragments_of(sizes, self.options.fragments)
+        self._fragments = [Fragment(keys) for keys in groups]
+        options = {**self.options.to_json_object(), "frozen": self._frozen}
+        options |= {"layers": self._num_layers}
+        self._worker.tell_all({"op": "configure", "options": options})
+        values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
+        names = {key: [name for name, _ in several] for key, several in self._layers.items()}
+        self._worker.init(values, names)
+        self._context.control.barrier()  # all layers exist
+        self._join()
+        optimizer.register_step_pre_hook(self._leave_out)
+
+    def _join(self) -> None:
+        """Become a member, and continue from the servers' parameters."""
+        env, reply = self._context.env, {"member": 0, "place": None}
+        if env.stage == 0:
+            header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
+            header |= {"num_layers": self._num_layers, "expected": env.expected_replicas}
+            reply = self._worker.ask(header).wait().header
+        shared = f"{reply['member']} {reply['place'] or ''}".encode()
+        number, _, place = self._context.control.gather_bytes(shared)[0].decode().partition(" ")
+        self._member, self._lost, self._turn = int(number), False, 0
+        if place:
+            epoch, loop = place.strip("[]()").split(",")
+            self.place = int(epoch), int(loop)
+        if env.stage == 0:
+            self._worker.beat(self._member, self._note_loss)
+        for fragment in self._fragments:
+            fragment.number, fragment.spans, fragment.pull = 0, [], None
+        self._pull_all()
+        self._align()
+
+    def _note_loss(self) -> None:
+        self._lost = True
+
+    def _align(self) -> None:
+        """Begin with the fragment that has the fewest outer steps, as all other replicas do."""
+        revisions = [self._revisions[fragment.keys[0]] for fragment in self._fragments]
+        self._next, self._progress = revisions.index(min(revisions)), 0
+
+    # The loop over data.
+
+    def trains(self) -> bool:
+        """Return whether a loop that begins now is one of the training."""
+        return self._module.training and torch.is_grad_enabled()
+
+    def parts(self, order: Tensor, shape: BatchShape, cut: Cut) -> Iterator[BatchSlice]:
+        """Yield this replica's parts of iterations (see :meth:`Leases.parts`)."""
+        return self._leases.parts(order, shape, cut)
+
+    def open(self, place: Place, num_samples: int, batch: int) -> bool:
+        """Begin a loop, with the samples of a step; return whether it is over already."""
+        self._place, self._num_samples, self._batch = place, num_samples, batch
+        header = {"op": "open", "member": self._member, "stage": self._context.env.stage}
+        header |= {"place": place, "num_samples": num_samples, "batch": batch}
+        reply = self._worker.ask(header).wait()
+        self._turn, self._in_loop = 0, True
+        reached = reply.header["place"]
+        return (int(reached[0]), int(reached[1])) > place
+
+    def _request(self, batch: int, *, idle: bool = False) -> dict[str, Any]:
+        """Return the ledger's next answer."""
+        self._turn += 1
+        header = {"op": "answer", "member": self._member, "turn": self._turn, "idle": idle}
+        header |= {"stage": self._context.env.stage, "batch": batch}
+        header |= {"step_time": self._step_time, "sync_time": self._sync_time}
+        while True:
+            found = self._worker.ask(header).wait().header["answer"]
+            if found is None:
+                continue  # a long poll has ended
+            if found["status"] == "leased":
+                self._steps = found["steps"]
+            return dict(found)
+
+    def step_done(self) -> bool:
+        """Handle the end of an iteration; return whether the positions that were leased are void,
+        so that a new segment has to begin.
+        """
+        if not self.trained:
+            raise ConfigurationError(
+                "an iteration over training samples had no backward: to evaluate, call model.eval() "
+                "or loop under torch.no_grad(), and each replica gets all samples"
+            )
+        self.trained = False
+        span = self._leases.done()
+        now = time.monotonic()
+        if self._since is not None:
+            self._step_time = _smooth(self._step_time, now - self._since)
+        for fragment in self._fragments:
+            fragment.age += 1
+            fragment.spans.append(span)
+        try:
+            if self._lost:
+                raise ServerError(FENCED)
+            self._exchange()
+        except ServerError as error:
+            self._rejoin(error)
+            return True
+        finally:
+            self._since = time.monotonic()
+        return False
+
+    def _exchange(self) -> None:
+        """Apply pulls that are due, and push the next fragments: each in its turn, in one order on
+        all replicas, as they may wait for each other.
+        """
+        overlap = min(self.options.overlap, self._steps - 1)
+        self._apply_due(overlap)
+        self._progress += len(self._fragments)
+        while self._progress >= self._steps:
+            self._progress -= self._steps
+            fragment = self._fragments[self._next]
+            self._next = (self._next + 1) % len(self._fragments)
+            if fragment.pull is not None:  # several turns in one step
+                self._apply(fragment)
+            self._push(fragment)
+        if overlap == 0:
+            self._apply_due(overlap)
+
+    def _apply_due(self, overlap: int) -> None:
+        for fragment in self._fragments:
+            if fragment.pull is not None and fragment.age >= overlap:
+                self._apply(fragment)
+
+    def finish(self, batch: int) -> bool:
+        """Push everything at the end of the positions; return whether the loop goes on, with
+        positions that were returned. All replicas have the same parameters once it is over.
+        """
+        try:
+            self._push_rest()
+            for fragment in self._fragments:
+                if fragment.pull is not None:
+                    self._apply(fragment)
+            answer = self._request(batch, idle=True)
+            self._pull_all()
+        except ServerError as error:
+            self._rejoin(error)
+            return True
+        finally:
+            self._since = None
+        if answer["status"] == "leased":
+            self._leases.hold(answer)
+            return True
+        self._in_loop = False
+        self._align()
+        return False
+
+    def _push_rest(self) -> None:
+        """Push all changes, and wait until the servers have them."""
+        for fragment in self._fragments:
+            if fragment.pull is not None:
+                self._apply(fragment)
+        for fragment in self._fragments:
+            if fragment.spans:
+                self._push(fragment)
+        for confirmation in self._confirmations:
+            confirmation.wait()
+        for completion in self._completions:
+            completion.wait()
+        self._confirmations.clear()
+        self._completions.clear()
+
+    def _push(self, fragment: Fragment) -> None:
+        """Send a fragment's change, and request what it becomes."""
+        fragment.number += 1
+        changes: dict[int, list[Tensor]] = {}
+        scales: dict[str, list[float]] = {}
+        for key in fragment.keys:
+            for name, parameter in self._layers[key]:
+                sent = _master(parameter)
+                change = self._base[name] - sent
+                fragment.sent[name] = sent
+                if self._feedback is not None:
+                    quantized = self._feedback.compress(name, change)
+                    scales.setdefault(str(key), []).append(quantized.scale)
+                    change = quantized.values
+                changes.setdefault(key, []).append(change)
+        spans = {key: _joined(fragment.spans, key) for key in fragment.keys}
+        header: dict[str, Any] = {
+            "member": self._member,
+            "number": fragment.number,
+            "place": self._place,
+            "weights": {key: sum(b - a for a, b in x) for key, x in spans.items()},
+            "intervals": {str(key): x for key, x in spans.items()},
+            "revisions": {str(key): self._revisions[key] for key in fragment.keys},
+        }
+        header["weights"] = {str(key): weight for key, weight in header["weights"].items()}
+        if scales:
+            header["scales"] = scales
+        done = {"op": "complete", "place": self._place, "intervals": header["intervals"]}
+        fragment.pushed_at, fragment.age, fragment.spans = time.monotonic(), 0, []
+        self._completions = [x for x in self._completions if not x.done()]
+        confirmed = self._worker.push(changes, header, lambda: self._confirm(done))
+        self._confirmations = [x for x in self._confirmations if not x.done()] + [confirmed]
+        wanted = dict.fromkeys(fragment.keys, fragment.number)
+        fragment.pull = self._worker.pull(wanted, {"member": self._member})
+
+    def _confirm(self, header: Mapping[str, Any]) -> None:
+        # In the worker's thread, which must not wait for the reply.
+        self._completions.append(self._worker.ask(header))
+
+    def _apply(self, fragment: Fragment) -> None:
+        """Continue from the pulled parameters and what has changed since the push."""
+        assert fragment.pull is not None  # noqa: S101  # callers have seen to it
+        try:
+            pulled = fragment.pull.wait(ALIGNING)
+        except TimeoutError:
+            # Others may wait for another fragment of this replica, which waits for them.
+            for other in self._fragments:
+                if other.pull is None:
+                    self._push(other)
+            pulled = fragment.pull.wait()
+            self._align()
+        took = time.monotonic() - fragment.pushed_at - pulled.waited
+        self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
+        for key in fragment.keys:
+            for (name, parameter), value in zip(self._layers[key], pulled.values[key], strict=True):
+                since = _master(parameter) - fragment.sent[name]
+                self._adopt(name, parameter, value, since)
+        self._revisions |= pulled.revisions
+        fragment.pull, fragment.sent = None, {}
+
+    def _adopt(self, name: str, parameter: nn.Parameter, value: Tensor, since: Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(value + since)
+        # What rounding to the parameter's dtype leaves out is no change of the replica's.
+        exact = parameter.dtype == value.dtype
+        self._base[name] = value if exact else _master(parameter) - since
+
+    def _pull_all(self) -> None:
+        """Continue from the servers' parameters as they are."""
+        numbers = {key: f.number for f in self._fragments for key in f.keys}
+        pulled = self._worker.pull(numbers, {"member": self._member}).wait()
+        for key, several in self._layers.items():
+            for (name, parameter), value in zip(several, pulled.values[key], strict=True):
+                self._adopt(name, parameter, value, torch.zeros_like(value))
+        self._revisions |= pulled.revisions
+
+    def _rejoin(self, error: ServerError) -> None:
+        """Go on as a new member after the servers have given up this one.
+
+        Raises:
+            PeerLostError: The replica has several processes, which may be at different steps.
+        """
+        if str(error) not in (FENCED, PAST):
+            raise error
+        why = (
+            "was lost for the servers for a while"
+            if str(error) == FENCED
+            else "is ahead of a server that was restored"
+        )
+        env = self._context.env
+        if env.processes_per_replica > 1:
+            raise PeerLostError(
+                f"replica {env.replica} {why}: start its processes again, and it continues from "
+                "the servers' parameters"
+            ) from error
+        print(
+            f"pipollux: replica {env.replica} {why}; it joins again, and others train on what it "
+            "had not pushed",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._leases.drop()
+        self._confirmations.clear()
+        self._completions.clear()
+        self._feedback = ErrorFeedback() if self._feedback is not None else None
+        self._join()
+        if self.open(self._place, self._num_samples, self._batch):
+            raise PeerLostError(
+                f"replica {env.replica} was lost for so long that the others have ended its epoch: "
+                "start it again, and it continues with theirs"
+            )
+
+    def _leave_out(self, *_: Any) -> None:
+        """Keep layers from a step on samples that a lost replica trained them on."""
+        if not self._in_loop:
+            return
+        for key in self._leases.current.skip:
+            for _, parameter in self._layers.get(key, ()):
+                parameter.grad = None
+
+    def leave(self) -> None:
+        """Push everything and leave the job, as this replica stops."""
+        if self._in_loop:
+            self._push_rest()
+        self._context.control.barrier()  # other processes of the replica have pushed, too
+        if self._context.env.stage == 0:
+            self._worker.ask({"op": "leave", "member": self._member}).wait()
+
+    def _close(self) -> None:
+        self._worker.close()
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter on the CPU, in the servers' dtype."""
+    dtype = master_dtype(parameter)
+    return parameter.detach().to("cpu", dtype, copy=True)
+
+
+def _joined(spans: Sequence[Span], key: int) -> list[list[int]]:
+    """Return the positions that a layer was trained on."""
+    joined: list[list[int]] = []
+    for start, stop, skip in spans:
+        if key in skip:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined
+
+
+def _smooth(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
+
+
+def _digest(module: nn.Module) -> int:
+    """Return a checksum of the frozen parameters, which servers do not hold."""
+    total = 0
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            total = zlib.crc32(bytes_of(parameter), total)
+    return total
+
+
+def make_learner(
+    ctx: JobContext, options: PushPull | None, module: nn.Sequential
+) -> Learner | None:
+    """Return the learner of a replica that pushes and pulls; None: it averages gradients.
+
+    Raises:
+        ConfigurationError: The options are none, or servers are given without them.
+    """
+    if options is None and ctx.env.servers is not None:
+        raise ConfigurationError(
+            "PIPOLLUX_SERVERS is set, and HybridParallel averages gradients in every step: give it "
+            "synchronization=pipollux.PushPull(…), or remove the variable"
+        )
+    if options is not None and not isinstance(options, PushPull):
+        raise ConfigurationError(
+            f"synchronization={options!r}: pipollux.PushPull(…) is needed, or None for an "
+            "all-reduce in every step"
+        )
+    return None if options is None else Learner(ctx, options, module)
+
+
+def check_supported(*, shards: bool, compares: int, ties: bool) -> None:
+    """Refuse options of HybridParallel that need all replicas at the same step.
+
+    Raises:
+        ConfigurationError: Names the option.
+    """
+    refused = None
+    if shards:
+        refused = "shard_optimizer=True divides the optimizer's state among replicas"
+    elif compares:
+        refused = "check_replicas compares replicas after steps"
+    elif ties:
+        refused = "layers of several stages share parameters, whose gradients are summed over them"
+    if refused is not None:
+        raise ConfigurationError(
+            f"{refused}, but with synchronization=PushPull(…) replicas train on their own between "
+            "pushes: leave one of the two out"
+        )

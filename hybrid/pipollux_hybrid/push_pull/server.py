@@ -1,0 +1,462 @@
+"""A server: owns a range of layers with their outer optimizer, as ps-lite's servers own key ranges.
+
+::
+
+    replicas ──push, pull──▶ server i ──each operation──▶ server i + 1, which holds a copy of i's range
+    replicas ──leases──────▶ server 0 ──who takes part──▶ all servers
+
+An operation is confirmed once the next server has applied it to its copy, too. A server that is
+started again takes its range from there, and continues as if it had only been slow. Where no other
+server holds it, it is read from the folder, as of the last save: replicas then have to join again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipollux_hybrid.errors import PeerLostError
+
+from .kept_state import KeptState
+from .key_range import FENCED, Rejected
+from .shard import Shard, layers_to_pull
+from .transport import Connection, Listener, Message, ServerError, start_authenticator
+
+LONG_POLL = 10.0
+"""Seconds after which a request that waits for others is answered without a result."""
+LOST_AFTER = 15.0
+"""Seconds without a sign of life after which a replica is lost."""
+LATE = 60.0
+"""Seconds that a job's first loop waits for replicas that have not joined."""
+PATIENCE = 1800.0
+"""Seconds that a server waits for another one."""
+BETWEEN_SERVERS = frozenset({"copy", "replace", "forward"})
+"""Requests of the previous server, answered also before this one is ready."""
+AMONG_ALL = frozenset({"admit", "count", "fence"})
+"""Operations of the first server on all of them."""
+NO_STATE = "no copy of this range"
+
+
+class Server:
+    """One of a job's servers.
+
+    Args:
+        index: Which one of ``addresses`` it is.
+        addresses: Host and port of each server.
+        token: The job's token.
+        folder: Where its state is kept; None: nowhere.
+        lost_after: Seconds after which a silent replica is lost.
+        save_every: Seconds between two saves.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        addresses: Sequence[str],
+        token: str,
+        folder: Path | None = None,
+        *,
+        lost_after: float = LOST_AFTER,
+        save_every: float = 60.0,
+    ) -> None:
+        self.index, self.addresses, self._token = index, list(addresses), token
+        self._kept, self._lost_after, self._save_every = KeptState(folder), lost_after, save_every
+        self.shard: Shard | None = None
+        """None before the job's first replica has joined."""
+        self._held: Shard | None = None
+        """Of the previous server."""
+        self._lock, self._ledger_lock = asyncio.Lock(), asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._version = 0
+        """Counts changes that requests may wait for."""
+        self._others: dict[int, Connection] = {}
+        self._seen: dict[int, float] = {}
+        """When each member was heard of last, on the first server."""
+        self._expected, self._first_join = 1, 0.0
+        self.ready = asyncio.Event()
+
+    async def run(self, host: str, stop: asyncio.Event) -> None:
+        """Serve until ``stop``, then save."""
+        import zmq.asyncio
+
+        context = zmq.asyncio.Context()
+        authenticator = start_authenticator(context, self._token)
+        port = int(self.addresses[self.index].rpartition(":")[2])
+        listener = Listener(context, host, port, self._token, self._handle)
+        for index, address in enumerate(self.addresses):
+            if index != self.index:
+                self._others[index] = Connection(context, f"server {index}", address, self._token)
+                self._others[index].start()
+        tasks = [asyncio.ensure_future(x) for x in (listener.run(), self._live(), stop.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await listener.close()
+            for other in self._others.values():
+                await other.close()
+            authenticator.stop()
+            context.destroy(0)
+            self._save()
+
+    async def _live(self) -> None:
+        """Recover this server's state, then watch the replicas and save."""
+        await self._recover()
+        self.ready.set()
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, self._lost_after / 5.0))
+            if self.index == 0:
+                await self._lose_silent()
+            if time.monotonic() - saved >= self._save_every:
+                async with self._lock:
+                    self._save()
+                saved = time.monotonic()
+
+    async def _recover(self) -> None:
+        """Take this server's range from the next server, if that has a copy."""
+        if len(self.addresses) == 1:
+            return
+        following = self._others[self._next]
+        reply = await following.call(Message({"op": "copy", "of": self.index}), PATIENCE)
+        if reply.header["content"] is not None:
+            self.shard = Shard.of(unpacked(reply))
+            if self.shard.ledger is not None:
+                now = time.monotonic()
+                self._seen = dict.fromkeys(self.shard.ledger.members, now)
+
+    @property
+    def _next(self) -> int:
+        return (self.index + 1) % len(self.addresses)
+
+    async def _handle(self, message: Message) -> Message:
+        operation = str(message.header.get("op"))
+        try:
+            if operation in BETWEEN_SERVERS:
+                reply: Message = getattr(self, f"_on_{operation}")(message)
+                return reply
+            await asyncio.wait_for(self.ready.wait(), PATIENCE)
+            return await self._serve(operation, message)
+        except (Rejected, PeerLostError) as error:
+            return Message({"error": str(error)})
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            return Message({"error": f"{operation}: {type(error).__name__}: {error}"})
+
+    # What the previous server asks.
+
+    def _on_copy(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+        """Return the held copy, to the server whose range it is."""
+        return Message({"content": None}) if self._held is None else packed(self._held.content())
+
+    def _on_replace(self, message: Message) -> Message:
+        self._held = Shard.of(unpacked(message))
+        return Message({})
+
+    def _on_forward(self, message: Message) -> Message:
+        if self._held is None:
+            return Message({"error": NO_STATE})
+        inner = Message({**message.header, "op": message.header["inner"]}, message.tensors)
+        # Refused here is refused there, too: operations are deterministic.
+        with suppress(Rejected, ValueError):
+            self._held.apply(inner)
+        return Message({})
+
+    async def _apply(self, message: Message) -> Message:
+        """Apply an operation to the copy and to the range, and wake requests that wait."""
+        async with self._lock:
+            await self._forward(message)
+            reply = self._own.apply(message)
+        async with self._changed:
+            if message.header["op"] != "answer" or reply.header["count"]:
+                self._version += 1
+            self._changed.notify_all()
+        return reply
+
+    async def _forward(self, message: Message) -> None:
+        if not self._others:
+            return
+        following = self._others[self._next]
+        header = {**message.header, "op": "forward", "inner": message.header["op"]}
+        try:
+            await following.call(Message(header, message.tensors), PATIENCE)
+        except ServerError as error:
+            if str(error) != NO_STATE:
+                raise
+            header, tensors = packed(self._own.content())
+            await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+            await self._forward(message)
+
+    @property
+    def _own(self) -> Shard:
+        if self.shard is None:
+            raise ValueError("no replica has joined yet")
+        return self.shard
+
+    # What replicas ask.
+
+    async def _serve(self, operation: str, message: Message) -> Message:
+        if operation in AMONG_ALL:
+            return await self._apply(message)
+        handlers = {
+            "join": self._join,
+            "init": self._init,
+            "beat": self._beat,
+            "leave": self._leave,
+            "open": self._open,
+            "answer": self._answer,
+            "complete": self._complete,
+            "push": self._apply,
+            "pull": self._pull,
+            "configure": self._configure,
+            "credits": self._credits,
+        }
+        if operation not in handlers:
+            raise ValueError("this server does not know the operation; use one version everywhere")
+        return await handlers[operation](message)
+
+    async def _configure(self, message: Message) -> Message:
+        """Begin with a job's options, or compare them."""
+        options = message.header["options"]
+        async with self._lock:
+            if self.shard is None:
+                self.shard = Shard(options, has_ledger=self.index == 0)
+                book = self._kept.ledger() if self.index == 0 else None
+                if book is not None:
+                    self.shard.ledger = book.with_options_of(self.shard.book)
+                if self._others:
+                    header, tensors = packed(self.shard.content())
+                    following = self._others[self._next]
+                    await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+        ours = self._own.options
+        for name, value in options.items():
+            if ours[name] != value:
+                raise ValueError(
+                    f"PushPull({name}={value!r}), but the servers' job has {name}={ours[name]!r}: "
+                    "all replicas need the same options, and servers with others a new start"
+                )
+        return Message({})
+
+    async def _init(self, message: Message) -> Message:
+        """Create layers from the first replica's parameters, or from what was kept of them."""
+        keys = [int(key) for key in message.header["counts"]]
+        async with self._lock:
+            missing = [key for key in keys if key not in self._own.keys.layers]
+            kept = {key: state for key in missing if (state := self._kept.layer(key)) is not None}
+            for key, state in kept.items():
+                names = message.header["names"][str(key)]
+                if list(state.names) != list(names):
+                    raise ValueError(
+                        f"the servers' folder has other parameters in layer {key} "
+                        f"({', '.join(state.names[:3])} …): empty it, or go on with that model"
+                    )
+                self._own.keys.layers[key] = state
+            if kept and self._others:
+                header, tensors = packed(self._own.content())
+                following = self._others[self._next]
+                await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+        return await self._apply(message)
+
+    async def _join(self, message: Message) -> Message:
+        async with self._ledger_lock:
+            reply = await self._apply(message)
+            member = int(reply.header["member"])
+            self._seen[member] = time.monotonic()
+            if len(self._own.book.members) == 1:
+                self._first_join = time.monotonic()
+            self._expected = max(self._expected, int(message.header["expected"]))
+            await self._tell({"op": "admit", "member": member})
+        return reply
+
+    async def _beat(self, message: Message) -> Message:
+        member = int(message.header["member"])
+        if member not in self._own.book.members:
+            raise Rejected(FENCED)
+        self._seen[member] = time.monotonic()
+        return Message({})
+
+    async def _leave(self, message: Message) -> Message:
+        await self._lose(int(message.header["member"]))
+        return Message({})
+
+    async def _open(self, message: Message) -> Message:
+        async with self._ledger_lock:
+            return await self._apply(message)
+
+    async def _complete(self, message: Message) -> Message:
+        async with self._ledger_lock:
+            return await self._apply(message)
+
+    async def _answer(self, message: Message) -> Message:
+        """Answer a request for positions, once they are there."""
+        member = int(message.header["member"])
+
+        async def attempt() -> Any:
+            async with self._ledger_lock:
+                await self._begin_if_due()
+                reply = await self._apply(message)
+                await self._recount(reply)
+                if reply.header["answer"] is None and self._ends():
+                    reply = await self._verify_end(message)
+            self._seen[member] = time.monotonic()
+            return reply.header["answer"]
+
+        return Message({"answer": await self._until(attempt)})
+
+    async def _pull(self, message: Message) -> Message:
+        """Return layers' parameters, once the member's own push is included and the slowest member
+        is close enough.
+        """
+        member = int(message.header["member"])
+        layers = {int(layer): int(after) for layer, after in message.header["layers"].items()}
+        began = time.monotonic()
+
+        async def attempt() -> Any:
+            if member not in self._own.keys.counted:
+                raise Rejected(FENCED)
+            keys = self._own.keys
+            return (
+                all(keys.may_pull(layer, member, after) for layer, after in layers.items()) or None
+            )
+
+        if await self._until(attempt) is None:
+            return Message({"waits": True})
+        header, tensors = layers_to_pull(self._own, layers)
+        return Message({**header, "waited": time.monotonic() - began}, tensors)
+
+    async def _until(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the first result of attempts at each change; None after a long poll."""
+        deadline = time.monotonic() + LONG_POLL
+        while True:
+            version = self._version
+            found = await attempt()
+            left = deadline - time.monotonic()
+            if found is not None or left <= 0.0:
+                return found
+            async with self._changed:
+                with suppress(asyncio.TimeoutError):  # also for what depends on the time alone
+                    changes = self._changed.wait_for(lambda v=version: self._version != v)
+                    await asyncio.wait_for(changes, min(left, 1.0))
+
+    def _ends(self) -> bool:
+        book = self._own.book
+        idle = all(member.idle for member in book.members.values())
+        return book.begun and idle and book.is_over()
+
+    async def _verify_end(self, message: Message) -> Message:
+        """Confirm the end of a loop with what the layers have; else the rest is leased again."""
+        credits = await self._gather_credits()
+        book = self._own.book
+        whole = [[0, book.num_samples]]
+        complete = all(credits.get(str(key), whole) == whole for key in range(book.num_layers))
+        if not complete:
+            await self._apply(Message({"op": "rebuild", "credits": credits}))
+        return await self._apply(message)
+
+    async def _begin_if_due(self) -> None:
+        """Begin a loop that all members have reached."""
+        book = self._own.book
+        late = time.monotonic() - self._first_join > LATE
+        if book.may_begin(1 if late else self._expected):
+            self._expected = 1
+            credits = await self._gather_credits()
+            await self._recount(await self._apply(Message({"op": "begin", "credits": credits})))
+
+    async def _recount(self, reply: Message) -> None:
+        """Tell all servers for which members rounds wait, after a change of it."""
+        if reply.header["count"]:
+            members = {str(m): on for m, on in reply.header["count"].items()}
+            await self._tell({"op": "count", "members": members})
+
+    async def _tell(self, header: Mapping[str, Any]) -> list[Message]:
+        """Apply an operation on all servers."""
+        message = Message(dict(header))
+        others = [other.call(message, PATIENCE) for other in self._others.values()]
+        return await asyncio.gather(self._apply(message), *others)
+
+    async def _gather_credits(self) -> dict[str, Any]:
+        """Return what each layer was trained on in the ledger's loop."""
+        message = Message({"op": "credits", "place": self._own.book.place})
+        others = [other.call(message, PATIENCE) for other in self._others.values()]
+        replies = await asyncio.gather(self._credits(message), *others)
+        return {key: spans for reply in replies for key, spans in reply.header["credits"].items()}
+
+    async def _credits(self, message: Message) -> Message:
+        epoch, loop = message.header["place"]
+        found = self._own.keys.credits((int(epoch), int(loop)))
+        return Message(
+            {"credits": {str(k): [list(x) for x in spans] for k, spans in found.items()}}
+        )
+
+    async def _lose_silent(self) -> None:
+        if self.shard is None:
+            return
+        now = time.monotonic()
+        for member in list(self.shard.book.members):
+            silent = now - self._seen.setdefault(member, now)
+            if silent >= self._lost_after:
+                replica = self.shard.book.members[member].replica
+                _say(f"replica {replica} is lost: no sign of life for {silent:.0f} s")
+                await self._lose(member)
+
+    async def _lose(self, member: int) -> None:
+        """Fence a member on all servers, and free what it has not pushed."""
+        async with self._ledger_lock:
+            if member not in self._own.book.members:
+                return
+            place = self._own.book.place or (0, 0)
+            replies = await self._tell({"op": "fence", "member": member, "place": place})
+            credits = {k: x for reply in replies for k, x in reply.header["credits"].items()}
+            lost = {"op": "lose", "member": member, "credits": credits}
+            await self._recount(await self._apply(Message(lost)))
+            self._seen.pop(member, None)
+
+    def _save(self) -> None:
+        if self.shard is None:
+            return
+        try:
+            self._kept.save(self.shard)
+        except OSError as error:
+            _say(f"the state is not saved: {error}; earlier files are untouched")
+
+
+def packed(content: Mapping[str, Any]) -> Message:
+    """Return nested dicts, lists, tensors and numbers as a message."""
+    tensors: list[Tensor] = []
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.clone())  # sent later, and changed in place
+            return {"tensor": len(tensors) - 1}
+        if isinstance(value, Mapping):
+            return {"items": [[key, flat(x)] for key, x in value.items()]}
+        return [flat(x) for x in value] if isinstance(value, (list, tuple)) else value
+
+    return Message({"content": flat(content)}, tensors)
+
+
+def unpacked(message: Message) -> Any:
+    """Return the content of a :func:`packed` message."""
+
+    def full(value: Any) -> Any:
+        if isinstance(value, dict) and "tensor" in value:
+            return message.tensors[value["tensor"]]
+        if isinstance(value, dict):
+            return {key: full(x) for key, x in value["items"]}
+        return [full(x) for x in value] if isinstance(value, list) else value
+
+    return full(message.header["content"])
+
+
+def _say(text: str) -> None:
+    print(f"pipollux server: {text}", file=sys.stderr, flush=True)

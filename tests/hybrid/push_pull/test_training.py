@@ -1,0 +1,229 @@
+"""Training by push and pull equals a reference of thirty lines."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import pipollux
+from tests.hybrid.replicas import run_replicas
+
+from tests.hybrid.push_pull.jobs import servers
+
+SAMPLES, BATCH, RATE = 96, 4, 0.05
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(6, 2)).double()
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
+    return inputs, torch.randn(SAMPLES, 2, dtype=torch.float64, generator=generator)
+
+
+def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=RATE)
+    return torch.optim.AdamW(model.parameters(), lr=RATE)
+
+
+def train(
+    options: dict[str, Any], kind: str, epochs: int, num_stages: int, processes: int
+) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Train a replica; return the samples of its steps, and its parameters."""
+    pipollux.init_process_group("gloo", processes_per_replica=processes)
+    model = make_model()
+    optimizer = make_optimizer(model, kind)
+    wrapped = pipollux.HybridParallel(
+        model,
+        optimizer,
+        num_stages=num_stages,
+        num_microbatches=2,
+        synchronization=pipollux.PushPull(**options),
+    )
+    data = TensorDataset(torch.arange(SAMPLES), *make_data())
+    loader = pipollux.AdaptiveDataLoader(data, batch_size=BATCH, shuffle=True)
+    steps = []
+    for _ in pipollux.remaining_epochs_until(epochs):
+        for indices, inputs, targets in loader:
+            optimizer.zero_grad()
+            if processes > 1:
+                wrapped.train_step(inputs, targets, nn.functional.mse_loss)
+            else:
+                nn.functional.mse_loss(wrapped(inputs), targets).backward()
+            optimizer.step()
+            steps.append(indices.tolist())
+    return steps, {name: x.detach().clone() for name, x in wrapped.state_dict().items()}
+
+
+def reference(
+    steps: list[list[list[int]]], options: dict[str, Any], kind: str, fragments: list[list[str]]
+) -> dict[str, Tensor]:
+    """Return the parameters after the steps of replicas that all take equally many.
+
+    The change of a fragment is averaged after every H steps and goes to the outer optimizer; τ
+    steps later a replica continues from the result, and from what it has changed meanwhile.
+    """
+    every, overlap = options["sync_every"], options.get("overlap", 0)
+    outer = options.get("outer_optimizer", pipollux.OuterSGD())
+    inputs, targets = make_data()
+    models = [make_model() for _ in steps]
+    optimizers = [make_optimizer(model, kind) for model in models]
+    mine = [dict(model.named_parameters()) for model in models]
+    shared = {name: x.detach().clone() for name, x in mine[0].items()}
+    base = [copy.deepcopy(shared) for _ in steps]
+    momentum = {name: torch.zeros_like(x) for name, x in shared.items()}
+    sent: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
+    pushed = dict.fromkeys(range(len(fragments)), -1)
+
+    def push(index: int, step: int) -> None:
+        pushed[index] = step
+        sent[index] = step, [{n: x[n].detach().clone() for n in fragments[index]} for x in mine]
+        for name in fragments[index]:
+            changes = [b[name] - x[name] for b, x in zip(base, sent[index][1], strict=True)]
+            mean = torch.stack(changes).mean(0)
+            momentum[name] = outer.momentum * momentum[name] + mean
+            shared[name] = shared[name] - outer.lr * (
+                mean + outer.momentum * momentum[name] if outer.nesterov else momentum[name]
+            )
+
+    def pull(index: int) -> None:
+        _, then = sent.pop(index)
+        with torch.no_grad():
+            for name in fragments[index]:
+                for r, x in enumerate(mine):
+                    x[name].copy_(shared[name] + (x[name] - then[r][name]))
+                    base[r][name] = shared[name].clone()
+
+    turn = progress = 0
+    for step in range(len(steps[0])):
+        for model, optimizer, taken in zip(models, optimizers, steps, strict=True):
+            optimizer.zero_grad()
+            chosen = taken[step]
+            nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+            optimizer.step()
+        for index in [i for i, (at, _) in sent.items() if overlap and step - at >= overlap]:
+            pull(index)
+        progress += len(fragments)
+        while progress >= every:
+            push(turn, step)
+            turn, progress = (turn + 1) % len(fragments), progress - every
+        for index in list(sent) if not overlap else []:
+            pull(index)
+    for index in list(sent):
+        pull(index)
+    for index in [i for i, at in pushed.items() if at < step]:
+        push(index, step)
+        pull(index)
+    return {name: x.detach() for name, x in shared.items()}
+
+
+def check(
+    options: dict[str, Any], replicas: int, kind: str = "adamw", num_servers: int = 2, stages: int = 1
+) -> None:
+    options = {"adapt_to_speed": False, **options}
+    with servers(num_servers) as running:
+        found = run_replicas(
+            train, replicas, options, kind, 1, stages, 1, environment=running.environment()
+        )
+    taken = [steps for steps, _ in found]
+    assert sorted(x for steps in taken for step in steps for x in step) == list(range(SAMPLES))
+    assert len({len(steps) for steps in taken}) == 1
+    groups = fragments_of_model(options.get("fragments", 1))
+    expected = reference(taken, options, kind, groups)
+    for _, state in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def fragments_of_model(count: int) -> list[list[str]]:
+    if count == 1:
+        return [[name for name, _ in make_model().named_parameters()]]
+    # Three layers of 42 parameters and one of 14: the last goes to a fragment that has one less.
+    layers = {2: [[0, 2], [1, 3]], 3: [[0, 3], [1], [2]]}[count]
+    names = [name for name, _ in make_model().named_parameters()]
+    return [[n for n in names if int(n.split(".")[0]) in group] for group in layers]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_rounds_of_several_steps(replicas: int) -> None:
+    check({"sync_every": 4}, replicas)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_every": 4, "fragments": 2},
+        {"sync_every": 4, "overlap": 2},
+        {"sync_every": 6, "fragments": 3, "overlap": 1},
+        {"sync_every": 3, "outer_optimizer": pipollux.OuterSGD(nesterov=False, momentum=0.5)},
+    ],
+    ids=str,
+)
+def test_fragments_and_overlap(options: dict[str, Any]) -> None:
+    check(options, 2, stages=2)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_push_per_step_is_the_synchronous_training(replicas: int) -> None:
+    outer = pipollux.OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+    options = {"sync_every": 1, "outer_optimizer": outer, "adapt_to_speed": False}
+    with servers(1) as running:
+        found = run_replicas(
+            train, replicas, options, "sgd", 2, 1, 1, environment=running.environment()
+        )
+    model, (inputs, targets) = make_model(), make_data()
+    optimizer = make_optimizer(model, "sgd")
+    for together in zip(*(steps for steps, _ in found), strict=True):
+        chosen = [index for step in together for index in step]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        for _, state in found:
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_every": 3, "max_staleness": 1, "fragments": 2},
+        {"sync_every": 3, "max_staleness": math.inf, "compression": "int8"},
+        {"sync_every": 2, "max_staleness": 2, "quorum": 2, "overlap": 1},
+        {"sync_every": "auto"},
+    ],
+    ids=str,
+)
+def test_whoever_is_ahead_every_sample_counts_once_and_all_end_alike(
+    options: dict[str, Any],
+) -> None:
+    with servers(2) as running:
+        found = run_replicas(
+            train, 3, options, "adamw", 2, 1, 1, environment=running.environment()
+        )
+    taken = sorted(index for steps, _ in found for step in steps for index in step)
+    assert taken == sorted([*range(SAMPLES), *range(SAMPLES)])
+    for _, state in found[1:]:
+        assert all(torch.equal(value, found[0][1][name]) for name, value in state.items())
+
+
+def test_where_each_stage_has_a_process() -> None:
+    options = {"sync_every": 4, "adapt_to_speed": False}
+    with servers(2) as running:
+        environment = {**running.environment(), "LOCAL_WORLD_SIZE": "4"}
+        found = run_replicas(train, 4, options, "adamw", 1, 2, 2, environment=environment)
+    assert [found[0][0], found[2][0]] == [found[1][0], found[3][0]]
+    expected = reference([found[0][0], found[2][0]], options, "adamw", fragments_of_model(1))
+    for _, state in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
