@@ -37,6 +37,11 @@ class KeptState:
             except OSError as error:
                 raise CheckpointError(f"--directory {folder}: {error.strerror}") from error
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to start from."""
+        return self.folder is None or not any(self.folder.glob("layer-*.pt"))
+
     def save(self, shard: Shard) -> None:
         """Write what has changed since the last call; a CheckpointError if that fails."""
         if self.folder is None:

@@ -98,16 +98,13 @@ class KeyRange:
 
     def count(self, members: Mapping[int, bool]) -> None:
         """Set whether rounds wait for members; those that begin are in the round of the others."""
-        for member, counts in members.items():
-            if member not in self.counted:
-                continue
-            for state in self.layers.values():
-                if counts and not self.counted[member]:
-                    clocks = (state.clocks.get(x, 0) for x, on in self.counted.items() if on)
-                    state.clocks[member] = max(clocks, default=state.clocks.get(member, 0))
-        for member, counts in members.items():
-            if member in self.counted:
-                self.counted[member] = counts
+        known = {member: on for member, on in members.items() if member in self.counted}
+        begin = [member for member, on in known.items() if on and not self.counted[member]]
+        others = [member for member, on in self.counted.items() if on]
+        for state in self.layers.values():
+            clocks = [state.clocks.get(member, 0) for member in others or begin]
+            state.clocks |= dict.fromkeys(begin, max(clocks, default=0))
+        self.counted |= known
         for state in self.layers.values():
             self._advance(state)
 

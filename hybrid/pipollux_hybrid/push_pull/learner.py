@@ -90,7 +90,7 @@ class Learner:
         self._module = module
         self.trained = False
         """Whether there was a backward in the iteration under way."""
-        self._leases = Leases(self._request)
+        self._leases = Leases(self._positions)
         self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
         self._fragments: list[Fragment] = []
         self._base: dict[str, Tensor] = {}
@@ -131,18 +131,21 @@ class Learner:
         sizes = {key: self._sizes[key] for key in self._layers}
         groups = fragments_of(sizes, self.options.fragments)
         self._fragments = [Fragment(keys) for keys in groups]
-        options = {**self.options.to_json_object(), "frozen": self._frozen}
-        options |= {"layers": self._num_layers}
-        self._worker.tell_all({"op": "configure", "options": options})
-        values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
-        names = {key: [name for name, _ in several] for key, several in self._layers.items()}
-        self._worker.init(values, names)
-        self._context.control.barrier()  # all layers exist
         self._join()
         optimizer.register_step_pre_hook(self._leave_out)
 
     def _join(self) -> None:
-        """Become a member, and continue from the servers' parameters."""
+        """Become a member, and continue from the servers' parameters: those of the first replica,
+        or of a run before.
+        """
+        options = {**self.options.to_json_object(), "frozen": self._frozen}
+        options |= {"layers": self._num_layers}
+        again = self._member > 0
+        self._worker.tell_all({"op": "configure", "options": options, "again": again})
+        values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
+        names = {key: [name for name, _ in several] for key, several in self._layers.items()}
+        self._worker.init(values, names)
+        self._context.control.barrier()  # all layers exist
         env, reply = self._context.env, {"member": 0, "place": None}
         if env.stage == 0:
             header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
@@ -151,7 +154,7 @@ class Learner:
         shared = f"{reply['member']} {reply['place'] or ''}".encode()
         number, _, place = self._context.control.gather_bytes(shared)[0].decode().partition(" ")
         self._member, self._lost, self._turn = int(number), False, 0
-        if place:
+        if place and not again:
             epoch, loop = place.strip("[]()").split(",")
             self.place = int(epoch), int(loop)
         if env.stage == 0:
@@ -185,9 +188,19 @@ class Learner:
         header = {"op": "open", "member": self._member, "stage": self._context.env.stage}
         header |= {"place": place, "num_samples": num_samples, "batch": batch}
         reply = self._worker.ask(header).wait()
-        self._turn, self._in_loop = 0, True
+        self._in_loop = True
         reached = reply.header["place"]
         return (int(reached[0]), int(reached[1])) > place
+
+    def _positions(self, batch: int) -> dict[str, Any]:
+        """Return the ledger's next answer; none if this member is lost, which ends the segment."""
+        try:
+            return self._request(batch)
+        except ServerError as error:
+            if str(error) != FENCED:
+                raise
+            self._lost = True
+            return {"status": "none"}
 
     def _request(self, batch: int, *, idle: bool = False) -> dict[str, Any]:
         """Return the ledger's next answer."""
@@ -258,6 +271,8 @@ class Learner:
         positions that were returned. All replicas have the same parameters once it is over.
         """
         try:
+            if self._lost:
+                raise ServerError(FENCED)
             self._push_rest()
             for fragment in self._fragments:
                 if fragment.pull is not None:

@@ -132,7 +132,7 @@ class Ledger:
         if member.place != place:
             member.opened.add(stage)
             if len(member.opened) == member.processes:
-                member.place, member.asked, member.answers = place, set(), {}
+                member.place, member.asked = place, set()
                 member.opened = set()
         return self.place
 

@@ -37,8 +37,8 @@ LATE = 60.0
 """Seconds that a job's first loop waits for replicas that have not joined."""
 PATIENCE = 1800.0
 """Seconds that a server waits for another one."""
-BETWEEN_SERVERS = frozenset({"copy", "replace", "forward"})
-"""Requests of the previous server, answered also before this one is ready."""
+BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward"})
+"""Requests of the servers beside this one, answered also before it is ready."""
 AMONG_ALL = frozenset({"admit", "count", "fence"})
 """Operations of the first server on all of them."""
 NO_STATE = "no copy of this range"
@@ -128,8 +128,9 @@ class Server:
         """Take this server's range from the next server, if that has a copy."""
         if len(self.addresses) == 1:
             return
-        following = self._others[self._next]
-        reply = await following.call(Message({"op": "copy", "of": self.index}), PATIENCE)
+        following, previous = self._others[self._next], self._others[self._previous]
+        await previous.call(Message({"op": "lend"}), PATIENCE)
+        reply = await following.call(Message({"op": "copy"}), PATIENCE)
         if reply.header["content"] is not None:
             self.shard = Shard.of(unpacked(reply))
             if self.shard.ledger is not None:
@@ -140,11 +141,15 @@ class Server:
     def _next(self) -> int:
         return (self.index + 1) % len(self.addresses)
 
+    @property
+    def _previous(self) -> int:
+        return (self.index - 1) % len(self.addresses)
+
     async def _handle(self, message: Message) -> Message:
         operation = str(message.header.get("op"))
         try:
             if operation in BETWEEN_SERVERS:
-                reply: Message = getattr(self, f"_on_{operation}")(message)
+                reply: Message = await getattr(self, f"_on_{operation}")(message)
                 return reply
             await asyncio.wait_for(self.ready.wait(), PATIENCE)
             return await self._serve(operation, message)
@@ -153,17 +158,23 @@ class Server:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return Message({"error": f"{operation}: {type(error).__name__}: {error}"})
 
-    # What the previous server asks.
+    # What the servers beside this one ask.
 
-    def _on_copy(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+    async def _on_lend(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+        """Send a copy of this server's range to the next server, which has begun anew."""
+        async with self._lock:
+            await self._send_copy()
+        return Message({})
+
+    async def _on_copy(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
         """Return the held copy, to the server whose range it is."""
         return Message({"content": None}) if self._held is None else packed(self._held.content())
 
-    def _on_replace(self, message: Message) -> Message:
+    async def _on_replace(self, message: Message) -> Message:
         self._held = Shard.of(unpacked(message))
         return Message({})
 
-    def _on_forward(self, message: Message) -> Message:
+    async def _on_forward(self, message: Message) -> Message:
         if self._held is None:
             return Message({"error": NO_STATE})
         inner = Message({**message.header, "op": message.header["inner"]}, message.tensors)
@@ -174,9 +185,10 @@ class Server:
 
     async def _apply(self, message: Message) -> Message:
         """Apply an operation to the copy and to the range, and wake requests that wait."""
+        own = self._own
         async with self._lock:
             await self._forward(message)
-            reply = self._own.apply(message)
+            reply = own.apply(message)
         async with self._changed:
             if message.header["op"] != "answer" or reply.header["count"]:
                 self._version += 1
@@ -193,14 +205,19 @@ class Server:
         except ServerError as error:
             if str(error) != NO_STATE:
                 raise
-            header, tensors = packed(self._own.content())
-            await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+            await self._send_copy()
             await self._forward(message)
+
+    async def _send_copy(self) -> None:
+        if self.shard is not None and self._others:
+            header, tensors = packed(self.shard.content())
+            following = self._others[self._next]
+            await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
 
     @property
     def _own(self) -> Shard:
-        if self.shard is None:
-            raise ValueError("no replica has joined yet")
+        if self.shard is None:  # it was started again, and does not know the replicas
+            raise Rejected(FENCED)
         return self.shard
 
     # What replicas ask.
@@ -230,14 +247,16 @@ class Server:
         options = message.header["options"]
         async with self._lock:
             if self.shard is None:
-                self.shard = Shard(options, has_ledger=self.index == 0)
                 book = self._kept.ledger() if self.index == 0 else None
+                if message.header["again"] and self._kept.is_empty:
+                    raise ValueError(
+                        "the servers were started again without their state: start them with "
+                        "--directory, and all replicas again, from their checkpoints"
+                    )
+                self.shard = Shard(options, has_ledger=self.index == 0)
                 if book is not None:
                     self.shard.ledger = book.with_options_of(self.shard.book)
-                if self._others:
-                    header, tensors = packed(self.shard.content())
-                    following = self._others[self._next]
-                    await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+                await self._send_copy()
         ours = self._own.options
         for name, value in options.items():
             if ours[name] != value:
@@ -261,10 +280,8 @@ class Server:
                         f"({', '.join(state.names[:3])} …): empty it, or go on with that model"
                     )
                 self._own.keys.layers[key] = state
-            if kept and self._others:
-                header, tensors = packed(self._own.content())
-                following = self._others[self._next]
-                await following.call(Message({**header, "op": "replace"}, tensors), PATIENCE)
+            if kept:
+                await self._send_copy()
         return await self._apply(message)
 
     async def _join(self, message: Message) -> Message:

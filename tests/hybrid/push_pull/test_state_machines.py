@@ -163,6 +163,16 @@ def test_a_pull_waits_only_for_those_too_far_behind() -> None:
     assert keys.may_pull(0, 1, 2)
 
 
+def test_members_begin_a_loop_in_one_round_whoever_was_ahead() -> None:
+    keys = _keys()
+    keys.count({2: False})  # it has no samples left
+    keys.push(_push(1, 1), _change(1.0))
+    keys.count({1: False})
+    keys.count({1: True, 2: True})
+    assert keys.layers[0].clocks == {1: 1, 2: 1}
+    assert keys.may_pull(0, 1, 1)
+
+
 def test_revisions_do_not_go_back_when_a_server_is_restored() -> None:
     keys = _keys(least=1)
     keys.push(_push(1, 1), _change(1.0))

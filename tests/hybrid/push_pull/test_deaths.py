@@ -1,0 +1,252 @@
+"""Replicas and servers that are killed at any moment: nothing hangs, every sample counts once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pipollux
+from pipollux_hybrid.push_pull.key_range import FENCED
+from pipollux_hybrid.push_pull.transport import ServerError
+from pipollux_hybrid.push_pull.worker import KVWorker
+from tests.hybrid.push_pull.jobs import TOKEN, Servers, servers
+from tests.programs import fork_server, ranks
+from tests.waiting import until
+
+SAMPLES, BATCH = 480, 4
+PATIENCE = 60.0
+LOST = ("--lost-after", "2")
+
+
+def train(environment: dict[str, str], options: dict[str, Any], folder: Path, stop: int) -> None:
+    """Train a replica whose optimizer writes each step to a file; with ``stop`` it pauses there.
+
+    The outer optimizer averages parameters, and the inner one subtracts 1 from those of each layer
+    in every step: so a layer's parameter counts the samples that its values include.
+    """
+    os.environ.update(environment)
+    pipollux.init_process_group("gloo")
+    layers = [nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity()) for _ in range(3)]
+    model = nn.Sequential(*layers).double()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.fill_(1.0)
+            super().step(closure)
+
+    optimizer = Counts(model.parameters(), lr=2.0**-20)
+    wrapped = pipollux.HybridParallel(
+        model, optimizer, synchronization=pipollux.PushPull(**options)
+    )
+    data = TensorDataset(torch.arange(SAMPLES), torch.ones(SAMPLES, 1, dtype=torch.float64))
+    loader = pipollux.AdaptiveDataLoader(data, batch_size=BATCH)
+    replica, count = environment["PIPOLLUX_REPLICA"], 0
+    with (folder / f"steps-{replica}").open("a", buffering=1) as log:
+        for _ in pipollux.remaining_epochs_until(1):
+            for indices, inputs in loader:
+                optimizer.zero_grad()
+                wrapped(inputs).mean().backward()
+                optimizer.step()
+                log.write(f"{indices.tolist()}\n")
+                count += 1
+                while count == stop and not (folder / "go").exists():
+                    time.sleep(0.01)
+    values = {name: float(x) for name, x in wrapped.state_dict().items()}
+    (folder / f"done-{replica}").write_text(repr(values))
+
+
+class Job:
+    """Replicas of a test."""
+
+    def __init__(self, running: Servers, options: dict[str, Any], folder: Path) -> None:
+        self.servers, self.options, self.folder = running, options, folder
+        self.processes: dict[int, Any] = {}
+
+    def start(self, replica: int, count: int, stop: int = 0) -> None:
+        environment = {**self.servers.environment(), "PIPOLLUX_REPLICA": str(replica)}
+        environment |= {**ranks(0, count, 1), "PIPOLLUX_HINTS_INTERVAL": "1000000"}
+        arguments = (environment, self.options, self.folder, stop)
+        self.processes[replica] = fork_server().Process(target=train, args=arguments)
+        self.processes[replica].start()
+
+    def kill(self, replica: int) -> None:
+        process = self.processes.pop(replica)
+        process.kill()
+        process.join(PATIENCE)
+
+    def is_lost(self, member: int) -> bool:
+        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE)
+        try:
+            worker.ask({"op": "pull", "member": member, "layers": {}}).wait()
+        except ServerError as error:
+            return str(error) == FENCED
+        finally:
+            worker.close()
+        return False
+
+    def servers_are_ready(self) -> bool:
+        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE)
+        try:
+            worker.tell_all({"op": "configure", "options": {}, "again": False})
+        except ServerError:
+            return False
+        finally:
+            worker.close()
+        return True
+
+    def steps(self, replica: int) -> int:
+        path = self.folder / f"steps-{replica}"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def end(self) -> list[dict[str, float]]:
+        for replica, process in self.processes.items():
+            process.join(PATIENCE)
+            assert process.exitcode == 0, f"replica {replica}: {process.exitcode}"
+        found = [self.folder / f"done-{replica}" for replica in self.processes]
+        return [eval(path.read_text()) for path in found]  # noqa: S307  # written above
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def check(values: list[dict[str, float]], total: float) -> None:
+    """Check that each layer's parameter includes each batch's step once, up to its weights."""
+    assert all(value == values[0] for value in values)
+    for name, value in values[0].items():
+        steps = (1.0 - value) * 2.0**20
+        assert steps == pytest.approx(total, abs=1e-6), name
+
+
+# With one replica at a time that has unpushed steps, weights are 1 and the count of steps exact.
+ALONE = {
+    "sync_every": 5,
+    "fragments": 3,
+    "max_staleness": float("inf"),
+    "adapt_to_speed": False,
+    "outer_optimizer": pipollux.OuterSGD(lr=1.0, momentum=0.0, nesterov=False),
+}
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7, 12])
+def test_samples_of_a_replica_that_dies_are_trained_once_in_each_layer(
+    stop: int, tmp_path: Path
+) -> None:
+    with servers(2, options=LOST) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, stop)
+            until(lambda: job.steps(0) == stop, "it has trained", PATIENCE)
+            job.kill(0)
+            until(lambda: job.is_lost(1), "the servers know it", PATIENCE)
+            job.start(1, 1)
+            (values,) = job.end()
+        finally:
+            job.close()
+    check([values], SAMPLES / BATCH)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_server_that_is_killed_and_started_again_goes_on(which: int, tmp_path: Path) -> None:
+    with servers(2, options=LOST) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 8)
+            until(lambda: job.steps(0) == 8, "it has trained", PATIENCE)
+            running.kill(which)
+            (tmp_path / "go").touch()
+            running.start(which)
+            (values,) = job.end()
+        finally:
+            job.close()
+    check([values], SAMPLES / BATCH)
+
+
+def test_a_single_server_goes_on_from_its_files(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    options = (*LOST, "--save-every", "0.01")
+    with servers(1, kept, options) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 8)
+            until(lambda: job.steps(0) == 8, "it has trained", PATIENCE)
+            until(lambda: len(list(kept.glob("*.pt"))) == 3, "it is saved", PATIENCE)
+            running.kill(0)
+            (tmp_path / "go").touch()
+            running.start(0)
+            (values,) = job.end()
+        finally:
+            job.close()
+    check([values], SAMPLES / BATCH)
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_replicas_and_servers_die_while_others_train(stale: float, tmp_path: Path) -> None:
+    options = {"sync_every": 4, "fragments": 2, "overlap": 1, "max_staleness": stale}
+    with servers(2, options=LOST) as running:
+        job = Job(running, options, tmp_path)
+        try:
+            for replica in range(3):
+                job.start(replica, 3)
+            until(lambda: job.steps(0) > 5, "it has trained", PATIENCE)
+            job.kill(0)
+            until(lambda: job.steps(1) > 9, "the others go on", PATIENCE)
+            running.kill(1)
+            running.start(1)
+            until(job.servers_are_ready, "it has its range again", PATIENCE)
+            job.start(4, 1)
+            until(lambda: job.steps(2) > 12, "the others go on", PATIENCE)
+            running.kill(0)
+            job.kill(1)
+            running.start(0)
+            values = job.end()
+        finally:
+            job.close()
+    assert len(values) == 2
+    assert values[0] == values[1]
+
+
+def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
+    with servers(1, options=("--lost-after", "1")) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 7)
+            until(lambda: job.steps(0) == 7, "it has trained", PATIENCE)
+            os.kill(job.processes[0].pid, 19)
+            job.start(1, 1)
+            until(lambda: job.steps(1) > 3, "the other one trains", PATIENCE)
+            (tmp_path / "go").touch()
+            os.kill(job.processes[0].pid, 18)
+            values = job.end()
+        finally:
+            job.close()
+    assert values[0] == values[1]
+
+
+def test_servers_that_have_lost_their_state_are_named(tmp_path: Path) -> None:
+    with servers(1, options=LOST) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 8)
+            until(lambda: job.steps(0) == 8, "it has trained", PATIENCE)
+            running.kill(0)
+            (tmp_path / "go").touch()
+            running.start(0)
+            job.processes[0].join(PATIENCE)
+            assert job.processes[0].exitcode == 1
+        finally:
+            job.close()
