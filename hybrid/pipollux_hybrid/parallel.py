@@ -45,7 +45,12 @@ from pipollux_hybrid.pipeline.microbatch import (
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline.samples import BatchCheck, plain_batch
 from pipollux_hybrid.pipeline_model import PipelineModel
-from pipollux_hybrid.push_pull.learner import check_supported, make_learner
+from pipollux_hybrid.push_pull.learner import (
+    Learning,
+    check_supported,
+    learner_of,
+    make_learner,
+)
 from pipollux_hybrid.push_pull.options import PushPull
 from pipollux_hybrid.sync.backward_plan import BackwardPlan, plan_backward
 from pipollux_hybrid.sync.batch_digest import BatchDigests
@@ -260,7 +265,7 @@ class HybridParallel(PipelineModel):
         self._noise.prepare()
         if learner is not None:
             learner.begin(module, optimizer)
-            ctx.learner = learner
+            ctx.component(Learning).learner = learner
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)
         ctx.joined.append(lambda: self._check.compare(metrics.step))
@@ -511,8 +516,9 @@ class HybridParallel(PipelineModel):
         self._complete = result is not None
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
-        if self._context.learner is not None:
-            self._context.learner.trained = True
+        learner = learner_of(self._context)
+        if learner is not None:
+            learner.trained = True
         self._metrics.note_backward(result)
         if result is None:
             self._optimizer.keep_gradients(watched=not self._context.control.losses.void)

@@ -18,6 +18,7 @@ from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
+from pipollux_hybrid.push_pull.learner import learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -163,10 +164,11 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 
 
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
-    if ctx.learner is not None and ctx.learner.place is not None:
+    learner = learner_of(ctx)
+    if learner is not None and learner.place is not None:
         # The servers' place is the job's, whichever checkpoint this replica has.
-        state.epoch, state.loops_done = ctx.learner.place
-        state.loops_to_skip, ctx.learner.place = state.loops_done, None
+        state.epoch, state.loops_done = learner.place
+        state.loops_to_skip, learner.place = state.loops_done, None
     membership = elastic_membership(ctx)
     place = membership.job_place() if membership is not None and ctx.joins is not None else None
     if place is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
 
@@ -22,14 +22,12 @@ from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
+from pipollux_hybrid.push_pull.learner import Learner, learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 from .epoch import epoch_state
 from .step_boundary import IterationEnd, StepBoundary
-
-if TYPE_CHECKING:
-    from pipollux_hybrid.push_pull.learner import Learner
 
 T = TypeVar("T")
 KIND = "loader"
@@ -249,7 +247,7 @@ class ElasticLoop(Generic[T]):
         """Begin a loop of the training at the servers, if there are any; return whether it is over
         there. A loop for evaluation is each replica's own, over all samples.
         """
-        learner, self._learner = self._context.learner, None
+        learner, self._learner = learner_of(self._context), None
         if learner is None or not learner.trains():
             return False
         if self._order() is None:

@@ -26,6 +26,7 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.stop_notice import tell_stop
+from pipollux_hybrid.push_pull.learner import learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
@@ -185,8 +186,9 @@ class StepBoundary:
 
     def _stop(self) -> None:
         self._metrics.flush()
-        if self._context.learner is not None:
-            self._context.learner.leave()
+        learner = learner_of(self._context)
+        if learner is not None:
+            learner.leave()
         try:
             save_all_states()
         except CheckpointError as error:

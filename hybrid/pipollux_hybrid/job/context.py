@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,9 +28,6 @@ from .mesh import ProcessMesh
 from .peers import PeerWatch
 from .pipeline_spec import PipelineSpec
 
-if TYPE_CHECKING:
-    from pipollux_hybrid.push_pull.learner import Learner
-
 T = TypeVar("T")
 
 PEER_TIMEOUT = 1800.0
@@ -46,8 +43,6 @@ class JobContext:
     control: ControlPlane
     mesh: ProcessMesh | None = None
     """The process groups of a multi-process pipeline."""
-    learner: Learner | None = None
-    """Pushes and pulls parameters, if the script has chosen that."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     step: int | None = None

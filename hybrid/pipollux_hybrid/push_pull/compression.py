@@ -1,4 +1,4 @@
-"""Compression of pushed changes to one byte per element (arXiv 2401.09135's server has the same)."""
+"""Compression of pushed changes to one byte per element (as arXiv 2401.09135)."""
 
 from __future__ import annotations
 

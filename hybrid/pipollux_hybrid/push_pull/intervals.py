@@ -20,8 +20,8 @@ class IntervalSet:
     Example:
         >>> done = IntervalSet([(0, 4), (4, 6)])
         >>> done.add(8, 10)
-        >>> list(done), list(done.missing(0, 12))
-        ([Interval(start=0, stop=6), Interval(start=8, stop=10)], [Interval(start=6, stop=8), Interval(start=10, stop=12)])
+        >>> [tuple(interval) for interval in done], [tuple(x) for x in done.missing(0, 12)]
+        ([(0, 6), (8, 10)], [(6, 8), (10, 12)])
     """
 
     def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:

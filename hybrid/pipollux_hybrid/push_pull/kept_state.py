@@ -1,7 +1,7 @@
 """A server's files: one per layer and one of the ledger, from which any servers can start again.
 
-Each file is consistent by itself (see :mod:`~pipollux_hybrid.push_pull.key_range`), so they need not
-be of one moment. The number of servers and the partition may change between runs.
+Each file is consistent by itself (see :mod:`~pipollux_hybrid.push_pull.key_range`), so they need
+not be of one moment. The number of servers and the partition may change between runs.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ Place = tuple[int, int]
 """Epoch, and number of the loop over data in it."""
 
 
-class Rejected(Exception):
-    """An operation that does not change anything; the text is a reason from :data:`REASONS`."""
+class RejectedError(Exception):
+    """An operation that does not change anything; the text is :data:`FENCED` or :data:`PAST`."""
 
 
 FENCED = "fenced"
@@ -129,10 +129,10 @@ class KeyRange:
         A push that was accepted before is accepted again, without an effect.
 
         Raises:
-            Rejected: The member is fenced, or a layer is not at or beyond the push's revision.
+            RejectedError: The member is fenced, or a layer is not at or beyond the push's revision.
         """
         if push.member not in self.counted:
-            raise Rejected(FENCED)
+            raise RejectedError(FENCED)
         fresh = []
         for layer in changes:
             state = self.layers[layer]
@@ -140,7 +140,7 @@ class KeyRange:
                 continue
             based = push.revisions[layer]
             if based > state.revision or based // GENERATION != state.revision // GENERATION:
-                raise Rejected(PAST)
+                raise RejectedError(PAST)
             if push.member in state.pending:
                 raise ValueError(f"member {push.member} pushed layer {layer} twice without a pull")
             fresh.append(layer)
@@ -243,8 +243,8 @@ def layer_of(content: Mapping[str, Any]) -> LayerState:
 
 
 def restored(content: Mapping[str, Any]) -> LayerState:
-    """Return a layer from a file: of the next generation, without members. Their pending changes are
-    credited, so they stay for the next step.
+    """Return a layer from a file: of the next generation, without members. Their pending changes
+    are credited, so they stay for the next step.
     """
     state = layer_of(content)
     state.clocks, state.weights, state.numbers = {}, {}, {}

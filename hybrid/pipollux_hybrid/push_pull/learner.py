@@ -8,9 +8,9 @@ Time runs to the right; H = 6 steps, P = 2 fragments, τ = 1::
     fragment 1                     push
                                       pulled
 
-With Θ the parameters that were pulled last and θ the replica's own, a push sends Δ = Θ − θ. The pull
-returns Θ' that includes it, and the replica continues from Θ' plus what it has changed meanwhile,
-which is part of the next Δ: no sample's change is lost or sent twice.
+With Θ the parameters that were pulled last and θ the replica's own, a push sends Δ = Θ − θ. The
+pull returns Θ' that includes it, and the replica continues from Θ' plus what it has changed
+meanwhile, which is part of the next Δ: no sample's change is lost or sent twice.
 """
 
 from __future__ import annotations
@@ -146,17 +146,19 @@ class Learner:
         names = {key: [name for name, _ in several] for key, several in self._layers.items()}
         self._worker.init(values, names)
         self._context.control.barrier()  # all layers exist
-        env, reply = self._context.env, {"member": 0, "place": None}
+        env = self._context.env
+        reply: dict[str, Any] = {"member": 0, "place": None}
         if env.stage == 0:
             header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
             header |= {"num_layers": self._num_layers, "expected": env.expected_replicas}
             reply = self._worker.ask(header).wait().header
         shared = f"{reply['member']} {reply['place'] or ''}".encode()
-        number, _, place = self._context.control.gather_bytes(shared)[0].decode().partition(" ")
+        found = self._context.control.gather_bytes(shared)[0].decode()
+        number, _, reached = found.partition(" ")
         self._member, self._lost, self._turn = int(number), False, 0
-        if place and not again:
-            epoch, loop = place.strip("[]()").split(",")
-            self.place = int(epoch), int(loop)
+        if reached and not again:
+            there = reached.strip("[]()").split(",")
+            self.place = int(there[0]), int(there[1])
         if env.stage == 0:
             self._worker.beat(self._member, self._note_loss)
         for fragment in self._fragments:
@@ -222,8 +224,8 @@ class Learner:
         """
         if not self.trained:
             raise ConfigurationError(
-                "an iteration over training samples had no backward: to evaluate, call model.eval() "
-                "or loop under torch.no_grad(), and each replica gets all samples"
+                "an iteration over training samples had no backward: to evaluate, call "
+                "model.eval() or loop under torch.no_grad(), and each replica gets all samples"
             )
         self.trained = False
         span = self._leases.done()
@@ -468,6 +470,18 @@ def _digest(module: nn.Module) -> int:
         if not parameter.requires_grad:
             total = zlib.crc32(bytes_of(parameter), total)
     return total
+
+
+class Learning:
+    """The learner of a job; it has none if gradients are averaged in every step."""
+
+    def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
+        self.learner: Learner | None = None
+
+
+def learner_of(ctx: JobContext) -> Learner | None:
+    """Return the learner of a job, once it has joined."""
+    return ctx.component(Learning).learner
 
 
 def make_learner(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 
-
 Cut = Callable[[int, int, BatchShape], Iterator[tuple[range, BatchSlice]]]
 """Returns the parts of an iteration from its first position, its size, and the batch's shape."""
 

@@ -10,21 +10,22 @@ that have them already::
     layer 1    credited    -           -
                done       skip (0,)   skip ()        leased again
 
-With ``max_staleness=0`` all replicas take as many steps per round, and their leases are *stripes*: a
-function of the replicas' ids, so that a training can be repeated. Otherwise a replica
-gets the first free positions.
+With ``max_staleness=0`` all replicas take as many steps per round, and their leases are *stripes*:
+a function of the replicas' ids, so that a training can be repeated. Otherwise a replica gets the
+first free positions.
 
 As in :mod:`~pipollux_hybrid.push_pull.key_range`, operations are deterministic.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .intervals import IntervalSet
-from .key_range import FENCED, Place, Rejected
+from .key_range import FENCED, Place, RejectedError
 
 Credits = Mapping[int, Iterable[Sequence[int]]]
 """Credited positions of the loop, by layer; layers that are beyond the loop are missing."""
@@ -111,7 +112,7 @@ class Ledger:
         return the place of the job, which is later if the loop is over.
 
         Raises:
-            Rejected: The member is fenced.
+            RejectedError: The member is fenced.
             ValueError: The member skips a loop, or has other data.
         """
         member = self._member(number)
@@ -141,9 +142,9 @@ class Ledger:
         here = [member.place == self.place for member in self.members.values()]
         return not self.begun and self.place is not None and len(here) >= expected and all(here)
 
-    def begin(self, credits: Credits) -> dict[int, bool]:
+    def begin(self, credited: Credits) -> dict[int, bool]:
         """Begin the loop with what is credited already; return the members to count in rounds."""
-        self.rebuild(credits)
+        self.rebuild(credited)
         self.begun = True
         return self._count([n for n, member in self.members.items() if member.place == self.place])
 
@@ -157,8 +158,8 @@ class Ledger:
             member.sync_time = sync_time
 
     def answer(self, number: int, turn: int, stage: int, *, idle: bool) -> dict[str, Any] | None:
-        """Return the answer to a member's request number ``turn``, the same to all of its processes;
-        None: not known yet.
+        """Return the answer to a member's request number ``turn``, the same to all of its
+        processes; None: not known yet.
 
         It has the status ``"leased"``, with positions and the steps per round; ``"none"``, if the
         member has leases to train on; or ``"over"``. With ``idle`` the member has pushed
@@ -177,7 +178,7 @@ class Ledger:
         if lease is not None:
             member.leases.append(lease)
             span = [lease.start, lease.stop]
-            found = {"status": "leased", "span": span, "skip": list(lease.skip)}
+            found: dict[str, Any] = {"status": "leased", "span": span, "skip": list(lease.skip)}
             found["steps"] = self.steps_of(number)
         elif not idle:
             found = {"status": "none"}
@@ -206,26 +207,26 @@ class Ledger:
             for start, stop in spans:
                 self.done[layer].add(start, stop)
 
-    def lose(self, number: int, credits: Credits) -> None:
+    def lose(self, number: int, credited: Credits) -> None:
         """Remove a member, and free what its leases have not credited."""
         lost = self.members.pop(number, None)
         if lost is None or not self.begun:
             return
         for layer in self.done:
-            self.complete([layer], self._spans(credits, layer))
+            self.complete([layer], self._spans(credited, layer))
         returned = [part for x in [*lost.leases, *lost.reserved] for part in self._uncredited(x)]
         self.free = [*returned, *self.free]
 
-    def rebuild(self, credits: Credits) -> None:
+    def rebuild(self, credited: Credits) -> None:
         """Free all that is not credited: nobody has leases."""
         for member in self.members.values():
             member.leases, member.reserved = [], []
-        self.done = {n: IntervalSet(self._spans(credits, n)) for n in range(self.num_layers)}
+        self.done = {n: IntervalSet(self._spans(credited, n)) for n in range(self.num_layers)}
         self.free = self._uncredited(Lease(0, self.num_samples))
 
-    def _spans(self, credits: Credits, layer: int) -> list[tuple[int, int]]:
+    def _spans(self, credited: Credits, layer: int) -> list[tuple[int, int]]:
         whole = [(0, self.num_samples)]
-        return [(int(start), int(stop)) for start, stop in credits.get(layer, whole)]
+        return [(int(start), int(stop)) for start, stop in credited.get(layer, whole)]
 
     def is_over(self) -> bool:
         """Return whether every layer has been trained on all samples of the loop."""
@@ -251,7 +252,7 @@ class Ledger:
 
     def _member(self, number: int) -> Member:
         if number not in self.members:
-            raise Rejected(FENCED)
+            raise RejectedError(FENCED)
         return self.members[number]
 
     def _count(self, numbers: Iterable[int], *, counted: bool = True) -> dict[int, bool]:
@@ -299,7 +300,7 @@ class Ledger:
         holes = {n: list(done.missing(lease.start, lease.stop)) for n, done in self.done.items()}
         edges = sorted({x for spans in holes.values() for span in spans for x in span})
         found = []
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             having = [
                 layer
                 for layer, spans in holes.items()

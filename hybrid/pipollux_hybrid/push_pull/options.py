@@ -109,11 +109,12 @@ class PushPull:
 
     def __post_init__(self) -> None:
         check_values(PUSH_PULL, vars(self))
-        if self.sync_every == AUTO:
+        steps = self.sync_every
+        if not isinstance(steps, int):
             return
         upper = {
-            "fragments": at_most(self.sync_every, "one fragment is pushed every H/P steps"),
-            "overlap": at_most(self.sync_every - 1, "a pull ends before the next push"),
+            "fragments": at_most(steps, "one fragment is pushed every H/P steps"),
+            "overlap": at_most(steps - 1, "a pull ends before the next push"),
         }
         check_values(upper, vars(self))
 

@@ -2,7 +2,7 @@
 
 ::
 
-    replicas ──push, pull──▶ server i ──each operation──▶ server i + 1, which holds a copy of i's range
+    replicas ──push, pull──▶ server i ──operation──▶ server i + 1, with a copy of i's range
     replicas ──leases──────▶ server 0 ──who takes part──▶ all servers
 
 An operation is confirmed once the next server has applied it to its copy, too. A server that is
@@ -25,7 +25,7 @@ from torch import Tensor
 from pipollux_hybrid.errors import PeerLostError
 
 from .kept_state import KeptState
-from .key_range import FENCED, Rejected
+from .key_range import FENCED, RejectedError
 from .shard import Shard, layers_to_pull
 from .transport import Connection, Listener, Message, ServerError, start_authenticator
 
@@ -153,7 +153,7 @@ class Server:
                 return reply
             await asyncio.wait_for(self.ready.wait(), PATIENCE)
             return await self._serve(operation, message)
-        except (Rejected, PeerLostError) as error:
+        except (RejectedError, PeerLostError) as error:
             return Message({"error": str(error)})
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return Message({"error": f"{operation}: {type(error).__name__}: {error}"})
@@ -179,7 +179,7 @@ class Server:
             return Message({"error": NO_STATE})
         inner = Message({**message.header, "op": message.header["inner"]}, message.tensors)
         # Refused here is refused there, too: operations are deterministic.
-        with suppress(Rejected, ValueError):
+        with suppress(RejectedError, ValueError):
             self._held.apply(inner)
         return Message({})
 
@@ -217,7 +217,7 @@ class Server:
     @property
     def _own(self) -> Shard:
         if self.shard is None:  # it was started again, and does not know the replicas
-            raise Rejected(FENCED)
+            raise RejectedError(FENCED)
         return self.shard
 
     # What replicas ask.
@@ -298,7 +298,7 @@ class Server:
     async def _beat(self, message: Message) -> Message:
         member = int(message.header["member"])
         if member not in self._own.book.members:
-            raise Rejected(FENCED)
+            raise RejectedError(FENCED)
         self._seen[member] = time.monotonic()
         return Message({})
 
@@ -340,7 +340,7 @@ class Server:
 
         async def attempt() -> Any:
             if member not in self._own.keys.counted:
-                raise Rejected(FENCED)
+                raise RejectedError(FENCED)
             keys = self._own.keys
             return (
                 all(keys.may_pull(layer, member, after) for layer, after in layers.items()) or None
@@ -362,8 +362,8 @@ class Server:
                 return found
             async with self._changed:
                 with suppress(asyncio.TimeoutError):  # also for what depends on the time alone
-                    changes = self._changed.wait_for(lambda v=version: self._version != v)
-                    await asyncio.wait_for(changes, min(left, 1.0))
+                    if self._version == version:
+                        await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
 
     def _ends(self) -> bool:
         book = self._own.book
@@ -372,12 +372,12 @@ class Server:
 
     async def _verify_end(self, message: Message) -> Message:
         """Confirm the end of a loop with what the layers have; else the rest is leased again."""
-        credits = await self._gather_credits()
+        found = await self._gather_credits()
         book = self._own.book
         whole = [[0, book.num_samples]]
-        complete = all(credits.get(str(key), whole) == whole for key in range(book.num_layers))
+        complete = all(found.get(str(key), whole) == whole for key in range(book.num_layers))
         if not complete:
-            await self._apply(Message({"op": "rebuild", "credits": credits}))
+            await self._apply(Message({"op": "rebuild", "credits": found}))
         return await self._apply(message)
 
     async def _begin_if_due(self) -> None:
@@ -386,8 +386,8 @@ class Server:
         late = time.monotonic() - self._first_join > LATE
         if book.may_begin(1 if late else self._expected):
             self._expected = 1
-            credits = await self._gather_credits()
-            await self._recount(await self._apply(Message({"op": "begin", "credits": credits})))
+            found = await self._gather_credits()
+            await self._recount(await self._apply(Message({"op": "begin", "credits": found})))
 
     async def _recount(self, reply: Message) -> None:
         """Tell all servers for which members rounds wait, after a change of it."""
@@ -433,8 +433,8 @@ class Server:
                 return
             place = self._own.book.place or (0, 0)
             replies = await self._tell({"op": "fence", "member": member, "place": place})
-            credits = {k: x for reply in replies for k, x in reply.header["credits"].items()}
-            lost = {"op": "lose", "member": member, "credits": credits}
+            found = {k: x for reply in replies for k, x in reply.header["credits"].items()}
+            lost = {"op": "lose", "member": member, "credits": found}
             await self._recount(await self._apply(Message(lost)))
             self._seen.pop(member, None)
 

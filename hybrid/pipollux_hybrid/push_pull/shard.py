@@ -41,7 +41,7 @@ class Shard:
             self.ledger = Ledger(every, lockstep=bound == 0, adapts=adapts)
 
     def apply(self, message: Message) -> Message:
-        """Apply an operation; a Rejected or a ValueError has no effect."""
+        """Apply an operation; a RejectedError or a ValueError has no effect."""
         operation: Callable[[Message], Message] = getattr(self, f"_op_{message.header['op']}")
         return operation(message)
 

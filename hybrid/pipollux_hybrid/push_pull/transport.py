@@ -87,7 +87,7 @@ def message_of(frames: Sequence[Any]) -> Message:
             raise ValueError(f"a message with a tensor of {kind} {shape}")
         count, offset = math.prod(shape), 0
         flat = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-        view = memoryview(flat.numpy())
+        view = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12
         while offset < len(view):
             frame = memoryview(next(rest, b""))
             if not 0 < len(frame) <= len(view) - offset:
@@ -101,7 +101,9 @@ def message_of(frames: Sequence[Any]) -> Message:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # as above
 
 
 def keys_of(token: str, role: str) -> tuple[bytes, bytes]:
@@ -161,7 +163,7 @@ class Connection:
         self._sends.put_nowait(number)
         try:
             reply = await asyncio.wait_for(future, timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             op = message.header.get("op")
             raise PeerLostError(
                 f"{self.name} at {self.address} has not answered {op!r} for {timeout:g} s: see "

@@ -237,7 +237,9 @@ def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-def test_servers_that_have_lost_their_state_are_named(tmp_path: Path) -> None:
+def test_servers_that_have_lost_their_state_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with servers(1, options=LOST) as running:
         job = Job(running, ALONE, tmp_path)
         try:
@@ -250,3 +252,6 @@ def test_servers_that_have_lost_their_state_are_named(tmp_path: Path) -> None:
             assert job.processes[0].exitcode == 1
         finally:
             job.close()
+    assert (
+        "started again without their state: start them with --directory" in capfd.readouterr().err
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from typing import Any
@@ -23,7 +24,7 @@ from pipollux_hybrid.push_pull.key_range import (
     PAST,
     KeyRange,
     Push,
-    Rejected,
+    RejectedError,
     layer_content,
     restored,
 )
@@ -43,7 +44,7 @@ def test_an_interval_set_is_a_set(spans: list[tuple[int, int]], asked: tuple[int
     assert {x for start, stop in kept for x in range(start, stop)} == numbers
     assert len(kept) == len(numbers)
     listed = list(kept)
-    assert all(a.stop < b.start for a, b in zip(listed, listed[1:], strict=False))
+    assert all(a.stop < b.start for a, b in itertools.pairwise(listed))
     start, stop = asked[0], sum(asked)
     missing = {x for hole in kept.missing(start, stop) for x in range(*hole)}
     assert missing == set(range(start, stop)) - numbers
@@ -150,7 +151,7 @@ def test_a_fenced_member_is_not_waited_for_and_cannot_push() -> None:
     keys.push(_push(1, 1), _change(1.0))
     keys.fence(2, (0, 0))
     assert keys.layers[0].revision == 1
-    with pytest.raises(Rejected, match=FENCED):
+    with pytest.raises(RejectedError, match=FENCED):
         keys.push(_push(2, 1), _change(1.0))
 
 
@@ -181,7 +182,7 @@ def test_revisions_do_not_go_back_when_a_server_is_restored() -> None:
     before = keys.layers[0].revision
     keys.layers[0] = restored(kept)
     assert keys.layers[0].revision > before
-    with pytest.raises(Rejected, match=PAST):
+    with pytest.raises(RejectedError, match=PAST):
         keys.push(_push(1, 2, revision=before), _change(1.0))
     # Also of the generation before: what it was based on is gone.
     assert float(keys.layers[0].outer.values[0]) == -0.5

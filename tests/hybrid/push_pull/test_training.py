@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pipollux
-from tests.hybrid.replicas import run_replicas
-
 from tests.hybrid.push_pull.jobs import servers
+from tests.hybrid.replicas import run_replicas
 
 SAMPLES, BATCH, RATE = 96, 4, 0.05
 
@@ -129,7 +128,11 @@ def reference(
 
 
 def check(
-    options: dict[str, Any], replicas: int, kind: str = "adamw", num_servers: int = 2, stages: int = 1
+    options: dict[str, Any],
+    replicas: int,
+    kind: str = "adamw",
+    num_servers: int = 2,
+    stages: int = 1,
 ) -> None:
     options = {"adapt_to_speed": False, **options}
     with servers(num_servers) as running:
@@ -208,9 +211,7 @@ def test_whoever_is_ahead_every_sample_counts_once_and_all_end_alike(
     options: dict[str, Any],
 ) -> None:
     with servers(2) as running:
-        found = run_replicas(
-            train, 3, options, "adamw", 2, 1, 1, environment=running.environment()
-        )
+        found = run_replicas(train, 3, options, "adamw", 2, 1, 1, environment=running.environment())
     taken = sorted(index for steps, _ in found for step in steps for index in step)
     assert taken == sorted([*range(SAMPLES), *range(SAMPLES)])
     for _, state in found[1:]:
