@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipollux_hybrid.checkpoint.manager import load_state
+from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
@@ -264,7 +264,8 @@ class HybridParallel(PipelineModel):
         load_state(ModelState(module, optimizer, lr_scheduler, self._elsewhere, shards, tied_names))
         self._noise.prepare()
         if learner is not None:
-            learner.begin(module, optimizer)
+            fresh = ctx.component(CheckpointManager).restored_from is None
+            learner.begin(module, optimizer, follows=fresh and lr_scheduler is not None)
             ctx.component(Learning).learner = learner
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)

@@ -193,7 +193,8 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
         if plan["refusal"] is not None:
             raise CheckpointError(plan["refusal"])
         if plan["version"] is not None:
-            manager.restored_from = _see(ctx, files.directory_of(root, plan["version"]))
+            holder = root if plan["holder"] is None else root.parent / plan["holder"]
+            manager.restored_from = _see(ctx, files.directory_of(holder, plan["version"]))
         manager.looked = True
     return manager.restored_from
 
@@ -202,13 +203,15 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
     """Return rank 0's findings in the directory, on all replicas."""
     probe = f".probe-{secrets.token_hex(8)}"
     owner = Owner(root, ctx.env)
-    plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None}
+    plan: dict[str, Any] = {"refusal": None, "version": None, "probe": None, "holder": None}
     if ctx.env.leads:
         plan["refusal"] = files.prepare(root, probe) or owner.claim()
         if plan["refusal"] is None:
             files.remove_leftovers(root)
             found = files.find(root)
             plan["refusal"], plan["version"] = found.refusal, files.version_of(found.directory)
+            if ctx.env.servers is not None:
+                plan |= _newest_of_replicas(root, found.directory)
             # On a full disk there is no probe, and nobody checks for it.
             plan["probe"] = probe if (root / probe).exists() else None
     try:
@@ -221,6 +224,20 @@ def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:
         _hold(ctx, owner)
     else:
         owner.close()
+    return plan
+
+
+def _newest_of_replicas(root: Path, own: Path | None) -> dict[str, Any]:
+    """Return the newest checkpoint of replicas that push and pull, each in its own folder beside
+    ``root``: one that was away or is new continues with what is not on the servers, such as the
+    learning-rate schedule, where the others are.
+    """
+    newest, plan = own, {}
+    for folder in sorted(root.parent.glob("replica-*")):
+        found = files.find(folder).directory if folder != root and folder.is_dir() else None
+        if found is not None and (newest is None or found.stat().st_mtime > newest.stat().st_mtime):
+            newest = found
+            plan = {"refusal": None, "version": files.version_of(found), "holder": folder.name}
     return plan
 
 

@@ -117,8 +117,12 @@ class Learner:
         self.place: Place | None = None
         """The job's loop when this replica joined; None at the start of a job."""
 
-    def begin(self, module: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        """Join with the layers that are here, and continue from the servers' parameters."""
+    def begin(
+        self, module: nn.Sequential, optimizer: torch.optim.Optimizer, *, follows: bool
+    ) -> None:
+        """Join with the layers that are here, and continue from the servers' parameters.
+        ``follows``: there is a learning-rate schedule without a checkpoint of it.
+        """
         here = layer_parameters(module)
         self._layers = {
             key: kept
@@ -132,6 +136,11 @@ class Learner:
         groups = fragments_of(sizes, self.options.fragments)
         self._fragments = [Fragment(keys) for keys in groups]
         self._join()
+        if follows and self.place is not None and self.place[0] > 0:
+            raise ConfigurationError(
+                f"this replica joins in epoch {self.place[0]}, and its learning-rate schedule "
+                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, from which it continues"
+            )
         optimizer.register_step_pre_hook(self._leave_out)
 
     def _join(self) -> None:
@@ -425,7 +434,7 @@ class Learner:
         if not self._in_loop:
             return
         for key in self._leases.current.skip:
-            for _, parameter in self._layers.get(key, ()):
+            for _name, parameter in self._layers.get(key, ()):
                 parameter.grad = None
 
     def leave(self) -> None:

@@ -1,0 +1,53 @@
+"""The commands of docs/howto/push-pull.md, as they stand but for their ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.programs import free_port
+from tests.waiting import until
+
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "push-pull.md"
+
+
+def test_the_pages_commands(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    for port in ("7700", "7701"):
+        assert port in commands
+        commands = commands.replace(port, str(free_port()))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", f"set -e; {commands}\nwait $!"],  # for the first replica
+            cwd=tmp_path,
+            env=environment,
+            start_new_session=True,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        assert process.wait(240) == 0, output.read_text()
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        until(lambda: not _members(process.pid), "the servers have ended")
+    assert {path.name for path in (tmp_path / "servers").iterdir()} == {
+        "layer-00000.pt",
+        "layer-00002.pt",
+        "ledger.json",
+    }
+
+
+def _members(group: int) -> list[str]:
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--sid", str(group)], capture_output=True, text=True, check=False
+    )
+    return found.stdout.split()
