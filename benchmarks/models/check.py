@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.conversion.as_layers import as_layers
+from pipollux_hybrid.conversion.blocks import choose_blocks
 from pipollux_hybrid.errors import ConfigurationError
 
 from .architectures import ORDINARY, Case, NotBuiltError, tensors_of, without_caches
@@ -335,8 +337,8 @@ def check_pipeline(case: Case) -> str:
     model = case.model.eval()
     without_caches(model)
     original = copy.deepcopy(model)
-    layers = as_layers(model, case.example)
-    middle = _middle(model, list(layers._modules))
+    blocks = choose_blocks(model, _calls(model, case.example), None)
+    middle = blocks[len(blocks) // 2]
     args, kwargs = ((), case.example) if isinstance(case.example, dict) else ((case.example,), {})
     try:
         pipe: Callable[..., Any] = pipeline(
@@ -359,11 +361,15 @@ def check_pipeline(case: Case) -> str:
     return "both sizes"
 
 
-def _middle(model: nn.Module, layer_names: list[str]) -> str:
-    blocks = [name for name, _ in model.named_modules() if name in _cut_names(layer_names)]
-    return blocks[len(blocks) // 2]
-
-
-def _cut_names(layer_names: list[str]) -> set[str]:
-    """Return the names of blocks from those of layers, such as ``3:h/2``."""
-    return {name.partition(":")[2].partition("#")[0].replace("/", ".") for name in layer_names}
+def _calls(model: nn.Module, example: Any) -> Counter[str]:
+    """Return how often a forward calls each module."""
+    counts: Counter[str] = Counter()
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
+        for name, module in model.named_modules()
+    ]
+    with torch.no_grad():
+        _called(model, example)
+    for handle in handles:
+        handle.remove()
+    return counts

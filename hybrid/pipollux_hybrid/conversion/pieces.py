@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from .expressions import (
     PLAIN,
     Expression,
+    Form,
     Literal,
     Names,
     Polynomial,
@@ -57,6 +58,13 @@ class Piece:
     needs_sizes: bool
     """Whether this layer or a later one reads the batch's sizes."""
     carried_bytes: int
+    forms: Mapping[int, Form]
+    """Those of the tensors that it gets, and that its modules return."""
+
+    @property
+    def modules_results(self) -> Iterator[tuple[Call, int]]:
+        """The calls of modules with the numbers of the tensors that they return."""
+        return ((call, index) for call in self.calls if call.is_module for index in call.writes)
 
 
 def pieces_of(recording: Recording, blocks: Sequence[str]) -> tuple[list[str], list[Piece]]:
@@ -87,6 +95,11 @@ def pieces_of(recording: Recording, blocks: Sequence[str]) -> tuple[list[str], l
                 recording.output if is_last else None,
                 any(_has_sizes(call) for call in later),
                 sum(recording.bytes[index] for index in returns),
+                {
+                    index: recording.forms[index]
+                    for index in (*receives, *(x for call in calls for x in call.writes))
+                    if index in recording.forms
+                },
             )
         )
     return [recording.calls[i].target for i in found], pieces
@@ -152,7 +165,7 @@ def write_forward(
     """Give a layer the forward of a piece; return its source."""
     names, lines = Names(), []
     if layer._inputs is not None:
-        lines.append("sizes, leaves = self._inputs.read(value)")
+        lines.append("sizes, leaves = self._inputs.read(value, self.training)")
         tensors = list(layer._inputs.tensors)
         lines += [f"v{index} = leaves[{tensors[index]}]" for index in piece.receives]
     else:
@@ -164,8 +177,14 @@ def write_forward(
     changed = frozenset[int]().union(*(call.mutates for call in piece.calls))
     lines += [f"v{index} = v{index}.clone()" for index in piece.receives if index in changed]
     last = _last_reads(piece)
+    checked = dict(_checked(piece))
+    if checked and layer._inputs is None and not piece.needs_sizes:
+        lines.append(_found_sizes(piece, checked.values()))
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)
+        for index in call.writes if call.is_module else ():
+            if index in checked:
+                lines.append(_shape_check(call, index, checked[index], names))
         dead = [f"v{i}" for i, end in last.items() if end == place]
         if dead:
             lines.append(f"del {', '.join(dead)}")
@@ -194,6 +213,69 @@ def _shown(value: Any) -> str:
         return repr(value)
     function = getattr(value, "function", value)
     return str(getattr(function, "__qualname__", type(value).__qualname__))
+
+
+def _checked(piece: Piece) -> Iterator[tuple[int, dict[int, Polynomial]]]:
+    """Yield the tensors of modules, and their dimensions that depend on lengths.
+
+    The code between blocks is compared with the model at a new length, the code in them is not: it
+    is checked that what they return has the size that the comparison took for granted.
+    """
+    for _, index in piece.modules_results:
+        if index in piece.forms:
+            sizes = enumerate(piece.forms[index].shape)
+            varying = {i: x for i, x in sizes if isinstance(x, Polynomial) and lengths_in(x)}
+            if varying:
+                yield index, varying
+
+
+def lengths_in(number: Polynomial) -> set[int]:
+    """Return the numbers of the lengths on which a size depends; dimension 0 is the batch."""
+    return {x for dimensions, _ in number.terms for x in dimensions} - {0}
+
+
+def can_check_lengths(pieces: Sequence[Piece]) -> bool:
+    """Return whether each layer can compare the sizes of its modules' results with the batch's."""
+    for place, piece in enumerate(pieces):
+        if any(index not in piece.forms for _, index in piece.modules_results):
+            return False
+        known = {number for number, _, _ in _sizes_of(piece)}
+        wanted = _wanted(varying for _, varying in _checked(piece))
+        if place and not piece.needs_sizes and wanted - known:
+            return False
+    return True
+
+
+def _wanted(checked: Iterable[Mapping[int, Polynomial]]) -> set[int]:
+    """Return the numbers of the batch's dimensions that checks need."""
+    found = (x for varying in checked for x in varying.values())
+    return {x for number in found for dimensions, _ in number.terms for x in dimensions}
+
+
+def _sizes_of(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """Yield dimensions of the batch, with a tensor that a piece receives, and its dimension."""
+    for index in piece.receives:
+        if index in piece.forms:
+            for place, size in enumerate(piece.forms[index].shape):
+                if isinstance(size, Polynomial) and len(size.terms) == 1:
+                    ((dimensions, coefficient),) = size.terms
+                    if len(dimensions) == coefficient == 1:
+                        yield dimensions[0], index, place
+
+
+def _found_sizes(piece: Piece, checked: Iterable[Mapping[int, Polynomial]]) -> str:
+    """Return the statement that finds the batch's sizes in the tensors of the previous layer."""
+    wanted = _wanted(checked)
+    found = {number: f"v{index}.shape[{dim}]" for number, index, dim in _sizes_of(piece)}
+    return f"sizes = ({', '.join(found.get(i, 'None') for i in range(max(wanted) + 1))},)"
+
+
+def _shape_check(call: Call, index: int, varying: Mapping[int, Polynomial], names: Names) -> str:
+    dims = tuple(varying)
+    found = ", ".join(f"v{index}.shape[{dim}]" for dim in dims)
+    wanted = ", ".join(source(x, names) for x in varying.values())
+    where = names.of(f"{call.where}: {call.target!r}", "where")
+    return f"if ({found},) != ({wanted},): misshaped(v{index}, {dims}, ({wanted},), {where})"
 
 
 def _last_reads(piece: Piece) -> dict[int, int]:
@@ -268,6 +350,20 @@ def _differs(where: str, value: Any, expected: Any) -> NoReturn:
     )
 
 
+class MisshapedError(ConfigurationError):
+    """A module returned a tensor of another size than recorded."""
+
+
+def _misshaped(
+    value: Tensor, dims: tuple[int, ...], wanted: tuple[int, ...], where: str
+) -> NoReturn:
+    raise MisshapedError(
+        f"{where} returns a tensor of shape {tuple(value.shape)} for this batch, and as recorded "
+        f"its dimensions {dims} would be {wanted}: the module does something else at this length; "
+        "pad the batch, or give example_inputs as long as the longest batch"
+    )
+
+
 def _unpack(value: Any, where: str) -> list[Any]:  # noqa: ARG001  # for the error's position
     return pytree.tree_leaves(value)
 
@@ -296,6 +392,7 @@ def _constant(tensor: Tensor, device: torch.device) -> Tensor:
 
 _HELPERS: Mapping[str, Any] = {
     "check": _check,
+    "misshaped": _misshaped,
     "unpack": _unpack,
     "device_of": _device_of,
     "autocast_type": _autocast_type,

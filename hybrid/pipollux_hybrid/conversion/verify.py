@@ -97,11 +97,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     ]
     modes = {x: x.training for x in model.modules()}
     attributes = [(x, own_attributes(x)) for x in model.modules()]
-    state = _random_state()
+    state = random_state()
     try:
         yield
     finally:
-        _set_random_state(state)
+        set_random_state(state)
         for module in model.modules():
             module.training = modes.get(module, modes[model])  # a forward may make modules
         for module, known in attributes:
@@ -115,14 +115,16 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer  # some models replace their buffers
 
 
-def _random_state() -> tuple[Tensor, list[Tensor]]:
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """Return the states of torch's generators."""
     return (
         torch.get_rng_state(),
         torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     )
 
 
-def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Set the states of torch's generators."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
