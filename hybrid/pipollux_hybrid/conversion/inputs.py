@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -170,15 +170,9 @@ class Inputs:
         Raises:
             ConfigurationError: It has another structure, dtype, or a size that may not vary.
         """
-        given = arguments(batch)
-        if list(given[1]) != self._keywords:
-            given = given[0], self._in_order(given[1])
-        leaves, spec = pytree.tree_flatten(given)
-        if spec != self._spec:
-            raise ConfigurationError(
-                "the batch has another structure than example_inputs: give HybridParallel or "
-                "as_layers an example as the data loader returns it"
-            )
+        leaves, structure = pytree.tree_flatten(plain_batch(batch), is_leaf=is_marked)
+        if structure != self._structure or any(map(is_marked, leaves)):
+            leaves = self._in_order(batch)
         firsts = (dimension.places[0] for dimension in self.dimensions)
         sizes = tuple(leaves[i].shape[dim] for i, dim in firsts)
         for i, leaf in enumerate(leaves):
@@ -220,13 +214,21 @@ class Inputs:
         """Set the smallest size of a dimension."""
         self.dimensions[place] = replace(self.dimensions[place], minimum=minimum)
 
-    def _in_order(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _in_order(self, batch: Any) -> list[Any]:
+        """Return the leaves of a batch whose entries are marked, or in another order."""
+        args, given = arguments(batch)
         if set(given) != set(self._keywords):
             raise ConfigurationError(
                 f"the batch has the entries {sorted(given)}, and example_inputs has "
                 f"{sorted(self._keywords)}: give an example with the same entries as each batch"
             )
-        return {name: given[name] for name in self._keywords}
+        leaves, spec = pytree.tree_flatten((args, {name: given[name] for name in self._keywords}))
+        if spec != self._spec:
+            raise ConfigurationError(
+                "the batch has another structure than example_inputs: give HybridParallel or "
+                "as_layers an example as the data loader returns it"
+            )
+        return leaves
 
     def _check(self, i: int, leaf: Any, sizes: tuple[int, ...]) -> None:
         example = self._leaves[i]

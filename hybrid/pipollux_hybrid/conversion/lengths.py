@@ -63,6 +63,8 @@ class LengthProbe:
         self._model = _without_memory(model, names)
         self._opened = [self._model.get_submodule(name) for name in opened]
         self._buffers = [x for name, x in self._model.named_buffers() if name in names]
+        self._draws: dict[bool, bool] = {}
+        """Whether the code between blocks draws random numbers, by mode."""
         self._device = next((x.device for x in model.parameters()), torch.device("cpu"))
 
     def __call__(self, training: bool, lengths: Sizes) -> str | None:
@@ -80,7 +82,7 @@ class LengthProbe:
 
     def _difference(self, program: Recording, sizes: Sizes, training: bool) -> str | None:
         device = self._device
-        with plain_contexts(device), self._restored(), without_caches(self._model):
+        with plain_contexts(device), self._restored(training), without_caches(self._model):
             for module in self._model.modules():
                 module.training = training
             args, kwargs = self._inputs.resized(sizes)
@@ -93,14 +95,21 @@ class LengthProbe:
         return None
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Restore the buffers that have memory, and torch's generators, after the body."""
-        state, values = verify.random_state(), [x.clone() for x in self._buffers]
+    def _restored(self, training: bool) -> Iterator[None]:
+        """Restore the buffers that have memory, and torch's generators, after the body.
+
+        Stages may be threads that draw numbers at the same time, so generators are restored only if
+        the code between blocks draws some. The first body of a mode shows that, in the conversion.
+        """
+        values = [x.clone() for x in self._buffers]
         kept = [(module, dict(module._buffers)) for module in self._model.modules()]
+        state = verify.random_state() if self._draws.get(training, True) else None
         try:
             yield
         finally:
-            verify.set_random_state(state)
+            if state is not None:
+                self._draws.setdefault(training, not verify.same_random_state(state))
+                verify.set_random_state(state)
             for module, buffers in kept:
                 module._buffers.update(buffers)
             with torch.no_grad():

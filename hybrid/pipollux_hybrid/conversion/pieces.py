@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import linecache
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -126,6 +127,7 @@ class RecordedLayer(Scope):
 
     def __init__(self, inputs: Inputs | None) -> None:
         super().__init__()
+        self.__class__ = _own_class()
         self._inputs = inputs
         self._run: dict[bool, Callable[[Any, Any], Any]] = {}
         self.recorded = ""
@@ -157,6 +159,18 @@ class RecordedLayer(Scope):
                 "are those of the dtype before: change the model's dtype, then convert it"
             )
         return result
+
+
+def _own_class() -> type[RecordedLayer]:
+    """Return a class whose forward is a code object of its own.
+
+    ``torch.compile`` limits how often it compiles a code object, and each layer does something else.
+    """
+    shared = RecordedLayer.forward
+    own = types.FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+    own.__annotations__, own.__doc__ = shared.__annotations__, shared.__doc__
+    members = {"forward": own, "__module__": __name__, "__doc__": RecordedLayer.__doc__}
+    return type(RecordedLayer.__name__, (RecordedLayer,), members)
 
 
 def write_forward(

@@ -130,6 +130,13 @@ def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
+def same_random_state(state: tuple[Tensor, list[Tensor]]) -> bool:
+    """Return whether torch's generators are in this state."""
+    found = random_state()
+    pairs = zip([state[0], *state[1]], [found[0], *found[1]], strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 def _equal(one: Tensor, other: Tensor, largest: float = 0.0) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False

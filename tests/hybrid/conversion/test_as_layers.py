@@ -293,6 +293,18 @@ def test_layers_can_be_compiled() -> None:
     torch.testing.assert_close(found, model(**batch).logits, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_many_layers_can_be_compiled() -> None:
+    """torch limits how often it compiles one function, and layers share theirs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))).double()
+    batch = torch.ones(2, 4, dtype=torch.float64)
+    layers = as_layers(model, batch)
+    for layer in [*layers][1:]:
+        layer.compile(backend="eager", fullgraph=True)
+    assert torch.equal(layers(batch), model(batch))
+
+
 def test_autocast_is_followed() -> None:
     model, batch = make_model("llama").float(), make_batches("llama", 1)[0][0]
     layers = as_layers(model, batch)

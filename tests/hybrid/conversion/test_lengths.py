@@ -147,7 +147,9 @@ def test_lengths_are_verified_together() -> None:
     for one, other in ((12, 40), (40, 9), (3, 30)):
         batch = {"ids": tokens(one), "decoder_ids": tokens(other)}
         assert torch.equal(layers(batch), model(**batch))
-    with pytest.raises(ConfigurationError, match=r"decoder length 10, length 13, .*test_lengths\.py:\d+: "):
+    with pytest.raises(
+        ConfigurationError, match=r"decoder length 10, length 13, .*test_lengths\.py:\d+: "
+    ):
         layers({"ids": tokens(13), "decoder_ids": tokens(10)})
 
 
