@@ -406,7 +406,7 @@ def _mask(length: int) -> Tensor:
 
 def _examples(row: Row, model: nn.Module) -> Iterator[Any]:
     if row.source != "transformers":
-        for side in (getattr(model, "image_size", 64), 64, 96, 128, 224):
+        for side in (getattr(model, "image_size", 64), 64, 96, 128, 224, 240, 256):
             yield torch.randn(BATCH, 3, side, side)
         return
     names = set(inspect.signature(model.forward).parameters)
@@ -555,8 +555,9 @@ TIMM = (
 )
 SMALLER_TIMM: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"embed_dim": 96, "depth": 4, "num_heads": 3},
+    "crossvit_tiny_240": {"img_size": 240},
 }
-"""Arguments of models of timm that have no small variant."""
+"""Arguments of models of timm that have no small variant, or take no small images."""
 
 
 def timm_rows() -> list[Row]:

@@ -26,7 +26,7 @@ from .pieces import (
     RecordedLayer,
     Scope,
     attach,
-    can_check_lengths,
+    can_check_sizes,
     modules_of,
     pieces_of,
     states_of,
@@ -152,7 +152,7 @@ def _converted(
         raise UnrecordableError("it calls other blocks in training than in evaluation")
     _check_changes(model, ["first", *names, "last"], pieces, training)
     with verify.unchanged(model), without_caches(model):
-        if any_length and can_check_lengths(pieces) and can_check_lengths(training):
+        if any_length and can_check_sizes(pieces) and can_check_sizes(training):
             any_length = _allow_lengths(model, inputs, opened, programs)
         else:
             any_length = False

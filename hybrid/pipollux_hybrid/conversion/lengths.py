@@ -36,7 +36,7 @@ from .expressions import (
     evaluate,
 )
 from .inputs import Inputs
-from .recorder import Recorder, Recording, UnrecordableError
+from .recorder import Recorder, Recording, UnrecordableError, own_attributes
 from .watch import configs_of
 
 MOST_BYTES = 2**30
@@ -96,13 +96,13 @@ class LengthProbe:
 
     @contextmanager
     def _restored(self, training: bool) -> Iterator[None]:
-        """Restore the buffers that have memory, and torch's generators, after the body.
+        """Restore buffers that have memory, attributes, and torch's generators, after the body.
 
         Stages may be threads that draw numbers at the same time, so generators are restored only if
         the code between blocks draws some. The first body of a mode shows that, in the conversion.
         """
         values = [x.clone() for x in self._buffers]
-        kept = [(module, dict(module._buffers)) for module in self._model.modules()]
+        kept = [(x, dict(vars(x)), dict(x._buffers)) for x in self._opened]
         state = verify.random_state() if self._draws.get(training, True) else None
         try:
             yield
@@ -110,8 +110,10 @@ class LengthProbe:
             if state is not None:
                 self._draws.setdefault(training, not verify.same_random_state(state))
                 verify.set_random_state(state)
-            for module, buffers in kept:
-                module._buffers.update(buffers)
+            for module, attributes, tensors in kept:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.update(tensors)
             with torch.no_grad():
                 for buffer, value in zip(self._buffers, values, strict=True):
                     buffer.copy_(value)
@@ -187,7 +189,7 @@ def _without_memory(model: nn.Module, used: Collection[str]) -> nn.Module:
         empty = torch.zeros((), dtype=buffer.dtype, device=buffer.device)
         memo[id(buffer)] = buffer.detach().clone() if name in used else empty.expand(buffer.shape)
     for module in model.modules():
-        for value in verify.own_attributes(module).values():
+        for value in own_attributes(module).values():
             if isinstance(value, Tensor) or hasattr(value, "to_dict"):
                 memo.setdefault(id(value), value)
     return copy.deepcopy(model, memo)

@@ -15,7 +15,7 @@ import itertools
 import linecache
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,12 +60,12 @@ class Piece:
     """Whether this layer or a later one reads the batch's sizes."""
     carried_bytes: int
     forms: Mapping[int, Form]
-    """Those of the tensors that it gets, and that its modules return."""
+    """Those of the tensors that it gets and makes; none if the sizes of results are not checked."""
 
     @property
-    def modules_results(self) -> Iterator[tuple[Call, int]]:
-        """The calls of modules with the numbers of the tensors that they return."""
-        return ((call, index) for call in self.calls if call.is_module for index in call.writes)
+    def results(self) -> Iterator[int]:
+        """The numbers of the tensors that its modules return."""
+        return (index for call in self.calls if call.is_module for index in call.writes)
 
 
 def pieces_of(recording: Recording, blocks: Sequence[str]) -> tuple[list[str], list[Piece]]:
@@ -164,7 +164,7 @@ class RecordedLayer(Scope):
 def _own_class() -> type[RecordedLayer]:
     """Return a class whose forward is a code object of its own.
 
-    ``torch.compile`` limits how often it compiles a code object, and each layer does something else.
+    ``torch.compile`` limits how often it compiles a code object, and layers do different things.
     """
     shared = RecordedLayer.forward
     own = types.FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
@@ -191,14 +191,16 @@ def write_forward(
     changed = frozenset[int]().union(*(call.mutates for call in piece.calls))
     lines += [f"v{index} = v{index}.clone()" for index in piece.receives if index in changed]
     last = _last_reads(piece)
-    checked = dict(_checked(piece))
-    if checked and layer._inputs is None and not piece.needs_sizes:
-        lines.append(_found_sizes(piece, checked.values()))
+    needed, known = _needed_sizes(piece), _known_sizes(piece)
+    if needed and layer._inputs is None and not piece.needs_sizes:
+        lines.append(
+            f"sizes = ({', '.join(known.get(i, 'None') for i in range(max(needed) + 1))},)"
+        )
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)
         for index in call.writes if call.is_module else ():
-            if index in checked:
-                lines.append(_shape_check(call, index, checked[index], names))
+            if index in piece.forms:
+                lines.append(_size_check(call, index, piece.forms[index], names))
         dead = [f"v{i}" for i, end in last.items() if end == place]
         if dead:
             lines.append(f"del {', '.join(dead)}")
@@ -229,67 +231,44 @@ def _shown(value: Any) -> str:
     return str(getattr(function, "__qualname__", type(value).__qualname__))
 
 
-def _checked(piece: Piece) -> Iterator[tuple[int, dict[int, Polynomial]]]:
-    """Yield the tensors of modules, and their dimensions that depend on lengths.
-
-    The code between blocks is compared with the model at a new length, the code in them is not: it
-    is checked that what they return has the size that the comparison took for granted.
-    """
-    for _, index in piece.modules_results:
-        if index in piece.forms:
-            sizes = enumerate(piece.forms[index].shape)
-            varying = {i: x for i, x in sizes if isinstance(x, Polynomial) and lengths_in(x)}
-            if varying:
-                yield index, varying
-
-
-def lengths_in(number: Polynomial) -> set[int]:
-    """Return the numbers of the lengths on which a size depends; dimension 0 is the batch."""
-    return {x for dimensions, _ in number.terms for x in dimensions} - {0}
-
-
-def can_check_lengths(pieces: Sequence[Piece]) -> bool:
+def can_check_sizes(pieces: Sequence[Piece]) -> bool:
     """Return whether each layer can compare the sizes of its modules' results with the batch's."""
     for place, piece in enumerate(pieces):
-        if any(index not in piece.forms for _, index in piece.modules_results):
+        if any(index not in piece.forms for index in piece.results):
             return False
-        known = {number for number, _, _ in _sizes_of(piece)}
-        wanted = _wanted(varying for _, varying in _checked(piece))
-        if place and not piece.needs_sizes and wanted - known:
+        if place and not piece.needs_sizes and _needed_sizes(piece) - set(_known_sizes(piece)):
             return False
     return True
 
 
-def _wanted(checked: Iterable[Mapping[int, Polynomial]]) -> set[int]:
-    """Return the numbers of the batch's dimensions that checks need."""
-    found = (x for varying in checked for x in varying.values())
-    return {x for number in found for dimensions, _ in number.terms for x in dimensions}
+def _needed_sizes(piece: Piece) -> set[int]:
+    """Return the numbers of the batch's dimensions on which the results of modules depend."""
+    shapes = (piece.forms[index].shape for index in piece.results if index in piece.forms)
+    sizes = (x for shape in shapes for x in shape if isinstance(x, Polynomial))
+    return {x for size in sizes for dimensions, _ in size.terms for x in dimensions}
 
 
-def _sizes_of(piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Yield dimensions of the batch, with a tensor that a piece receives, and its dimension."""
+def _known_sizes(piece: Piece) -> dict[int, str]:
+    """Return the source of dimensions of the batch that received tensors have."""
+    found = {}
     for index in piece.receives:
-        if index in piece.forms:
-            for place, size in enumerate(piece.forms[index].shape):
-                if isinstance(size, Polynomial) and len(size.terms) == 1:
-                    ((dimensions, coefficient),) = size.terms
-                    if len(dimensions) == coefficient == 1:
-                        yield dimensions[0], index, place
+        for place, size in enumerate(piece.forms[index].shape if index in piece.forms else ()):
+            if isinstance(size, Polynomial) and len(size.terms) == 1:
+                ((dimensions, coefficient),) = size.terms
+                if len(dimensions) == coefficient == 1:
+                    found[dimensions[0]] = f"v{index}.shape[{place}]"
+    return found
 
 
-def _found_sizes(piece: Piece, checked: Iterable[Mapping[int, Polynomial]]) -> str:
-    """Return the statement that finds the batch's sizes in the tensors of the previous layer."""
-    wanted = _wanted(checked)
-    found = {number: f"v{index}.shape[{dim}]" for number, index, dim in _sizes_of(piece)}
-    return f"sizes = ({', '.join(found.get(i, 'None') for i in range(max(wanted) + 1))},)"
+def _size_check(call: Call, index: int, form: Form, names: Names) -> str:
+    """Return the statement that compares the size of a module's result.
 
-
-def _shape_check(call: Call, index: int, varying: Mapping[int, Polynomial], names: Names) -> str:
-    dims = tuple(varying)
-    found = ", ".join(f"v{index}.shape[{dim}]" for dim in dims)
-    wanted = ", ".join(source(x, names) for x in varying.values())
+    The code between blocks is compared with the model at a new length, the code in them is not: it
+    is checked that what they return has the size that the comparison took for granted.
+    """
+    wanted = f"({''.join(f'{source(x, names)}, ' for x in form.shape)})"
     where = names.of(f"{call.where}: {call.target!r}", "where")
-    return f"if ({found},) != ({wanted},): misshaped(v{index}, {dims}, ({wanted},), {where})"
+    return f"if v{index}.shape != {wanted}: misshaped(v{index}, {wanted}, {where})"
 
 
 def _last_reads(piece: Piece) -> dict[int, int]:
@@ -368,13 +347,11 @@ class MisshapedError(ConfigurationError):
     """A module returned a tensor of another size than recorded."""
 
 
-def _misshaped(
-    value: Tensor, dims: tuple[int, ...], wanted: tuple[int, ...], where: str
-) -> NoReturn:
+def _misshaped(value: Tensor, wanted: tuple[int, ...], where: str) -> NoReturn:
     raise MisshapedError(
-        f"{where} returns a tensor of shape {tuple(value.shape)} for this batch, and as recorded "
-        f"its dimensions {dims} would be {wanted}: the module does something else at this length; "
-        "pad the batch, or give example_inputs as long as the longest batch"
+        f"{where} returns a tensor of shape {tuple(value.shape)} for this batch, and {wanted} was "
+        "expected from the recording: the module does something else at this length; pad the "
+        "batch, or give example_inputs as long as the longest batch"
     )
 
 

@@ -168,6 +168,25 @@ def test_sizes_that_a_block_returns_are_checked() -> None:
         layers(tokens(41))
 
 
+class Summary(Block):
+    """Returns a token for each 16 tokens: one at all recorded lengths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part.mean(1, keepdim=True) for part in super().forward(x).split(16, 1)]
+        return torch.cat(parts, 1)
+
+
+def test_sizes_that_did_not_depend_on_lengths_are_checked() -> None:
+    model = Tokens().eval()
+    model.blocks[1] = Summary().double()
+    layers = as_layers(model, tokens(LENGTH))
+    assert torch.equal(layers(tokens(16)), model(tokens(16)))
+    with pytest.raises(
+        ConfigurationError, match=r"'blocks\.1' .* \(3, 2, 6\) .*\(3, 1, 6\)"
+    ):
+        layers(tokens(17))
+
+
 class Unpadded(nn.Module):
     """Returns the tokens that are not padding, so that data decide how many."""
 
