@@ -181,9 +181,7 @@ def test_sizes_that_did_not_depend_on_lengths_are_checked() -> None:
     model.blocks[1] = Summary().double()
     layers = as_layers(model, tokens(LENGTH))
     assert torch.equal(layers(tokens(16)), model(tokens(16)))
-    with pytest.raises(
-        ConfigurationError, match=r"'blocks\.1' .* \(3, 2, 6\) .*\(3, 1, 6\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'blocks\.1' .* \(3, 2, 6\) .*\(3, 1, 6\)"):
         layers(tokens(17))
 
 
