@@ -210,6 +210,7 @@ def _compare(
     reference: nn.Module, copies: list[nn.Module], batch: Any, *, training: bool, what: str
 ) -> None:
     for module in (reference, *copies):
+        module.train()  # some keep what they compute, with its graph, until this is called
         module.train(training)
         module.zero_grad()
     torch.manual_seed(5)

@@ -223,12 +223,11 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._model, self._opened = model, set(opened)
         self._paths = {module: name for name, module in model.named_modules()}
-        self._states = {
-            id(tensor): State(name)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        states = [*model.named_parameters(), *model.named_buffers()]
+        self._states = {id(tensor): State(name) for name, tensor in states}
         self._values: dict[int, Value] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
+        # So that no id is used twice, also where modules replace their buffers.
+        self._kept: list[Any] = [tensor for _, tensor in states]
         self._count = 0
         self._drawn: set[int] = set()
         self._ragged: set[int] = set()

@@ -88,7 +88,7 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, kept tensors and modes, and random generators, after the body."""
+    """Restore a model's buffers, attributes and modes, and random generators, after the body."""
     buffers = [
         (module, name, x, x.detach().clone())
         for module in model.modules()
@@ -96,7 +96,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         if x is not None
     ]
     modes = {x: x.training for x in model.modules()}
-    attributes = [(x, own_attributes(x)) for x in model.modules()]
+    attributes = [(x, *_attributes(x)) for x in model.modules()]
     state = random_state()
     try:
         yield
@@ -104,15 +104,33 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         set_random_state(state)
         for module in model.modules():
             module.training = modes.get(module, modes[model])  # a forward may make modules
-        for module, known in attributes:
-            for name, value in own_attributes(module).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    delattr(module, name)  # with its graph, no module could be copied
-                    vars(module).update({name: known[name]} if name in known else {})
+        for module, known, contents in attributes:
+            # Some models keep what they compute, which later parameters or graphs do not fit.
+            for name in own_attributes(module):
+                del vars(module)[name]
+            vars(module).update(known)
+            for container, content in contents:
+                _refill(container, content)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
                 module._buffers[name] = buffer  # some models replace their buffers
+
+
+CONTAINERS = (dict, list, set)
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """Return a module's own attributes, and the containers among them with their contents."""
+    known = own_attributes(module)
+    containers = (x for x in known.values() if isinstance(x, CONTAINERS))
+    return known, [(x, x.copy()) for x in containers]
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Restore a container's items."""
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:

@@ -391,7 +391,44 @@ def test_blocks_keep_no_graph() -> None:
     model = Reversed()
     model.blocks = nn.ModuleList(KeepsState() for _ in range(3))
     copy.deepcopy(as_layers(model, batch()))  # torch copies no tensor with a graph
-    assert all(x.last.grad_fn is None for x in model.blocks)
+    assert not any(hasattr(x, "last") for x in model.blocks)
+
+
+class KeepsInDict(Block):
+    """Keeps in evaluation what it computed from its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> KeepsInDict:
+        if mode:
+            self.kept = {}
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        assert scale is None
+        if self.training:
+            return super().forward(x, self.linear.weight.sum())
+        if "scale" not in self.kept:
+            self.kept["scale"] = self.linear.weight.sum()
+        return super().forward(x, self.kept["scale"])
+
+
+def test_nothing_that_blocks_compute_stays_in_them() -> None:
+    """Parameters that are loaded after the conversion would not fit it."""
+    model = Reversed()
+    model.blocks = nn.ModuleList(KeepsInDict() for _ in range(3))
+    model.eval()
+    layers = as_layers(model, batch())
+    assert not any(x.kept for x in model.blocks)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    layers.load_state_dict(other.state_dict())
+    assert torch.equal(layers(batch()), other(batch()))
 
 
 def test_modes_of_modules_stay() -> None:
