@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,6 @@ from pipollux_hybrid import HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.conversion.small_models import loss_of, make_batches, make_model
 from tests.hybrid.stage_processes.training import run_stages
-
-# PEFT reads a property that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 
 STEPS = 10
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"]}
@@ -32,7 +30,10 @@ def with_adapters(name: str) -> Any:
     )
     base = make_model(name)
     torch.manual_seed(11)
-    return peft.get_peft_model(base, settings, autocast_adapter_dtype=False).double().train()
+    with warnings.catch_warnings():  # PEFT reads a property that transformers has renamed
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
+        model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
+    return model.double().train()
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
