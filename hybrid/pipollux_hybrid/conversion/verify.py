@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,13 +104,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         set_random_state(state)
         for module in model.modules():
             module.training = modes.get(module, modes[model])  # a forward may make modules
+        # Some models keep what they compute, which later parameters do not fit. Where a forward has
+        # replaced modules, its attributes tell that it has.
+        replaced = modes.keys() != set(model.modules())
         for module, known, contents in attributes:
-            # Some models keep what they compute, which later parameters or graphs do not fit.
-            for name in own_attributes(module):
-                del vars(module)[name]
-            vars(module).update(known)
-            for container, content in contents:
-                _refill(container, content)
+            if not replaced:
+                _restore(module, known, contents)
+            _drop_graphs(module)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
@@ -127,10 +127,22 @@ def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]
     return known, [(x, x.copy()) for x in containers]
 
 
-def _refill(container: Any, content: Any) -> None:
-    """Restore a container's items."""
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+def _drop_graphs(module: nn.Module) -> None:
+    """Delete tensors with a graph, with which no module could be copied."""
+    for name, value in own_attributes(module).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            delattr(module, name)
+
+
+def _restore(
+    module: nn.Module, known: Mapping[str, Any], contents: Sequence[tuple[Any, Any]]
+) -> None:
+    for name in own_attributes(module):
+        del vars(module)[name]
+    vars(module).update(known)
+    for container, content in contents:
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
