@@ -150,7 +150,10 @@ class _Prober(Recorder):
     def _stand_in(self, expression: Expression, what: str) -> Any:
         match expression:
             case Value(index) if index in self._program.forms:
-                return _zeros(self._program.forms[index], self._sizes, self.device)
+                form = self._program.forms[index]
+                if min(form.sizes(self._sizes), default=0) < 0:
+                    raise UnrecordableError(f"by the recording, {what} has a negative size")
+                return _zeros(form, self._sizes, self.device)
             case Literal(value):
                 return value
             case Polynomial():
