@@ -148,14 +148,14 @@ def _warm_up(sources: Sequence[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    if "timm" in sources:
+        architectures.declare_operators()
+        import timm  # noqa: F401  # once, before rows are forked
     if "transformers" in sources:
         import transformers
 
         for name in WARM:
             getattr(transformers, name)
-    if "timm" in sources:
-        architectures.declare_operators()
-        import timm  # noqa: F401  # once, before rows are forked
 
 
 def _one(row: Row, options: argparse.Namespace, connection: Connection) -> None:

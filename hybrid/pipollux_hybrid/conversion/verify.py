@@ -104,11 +104,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         set_random_state(state)
         for module in model.modules():
             module.training = modes.get(module, modes[model])  # a forward may make modules
-        # Some models keep what they compute, which later parameters do not fit. Where a forward has
-        # replaced modules, its attributes tell that it has.
         replaced = modes.keys() != set(model.modules())
         for module, known, contents in attributes:
-            if not replaced:
+            if not replaced and _has_kept_only(module, known):
                 _restore(module, known, contents)
             _drop_graphs(module)
         with torch.no_grad():
@@ -125,6 +123,18 @@ def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]
     known = own_attributes(module)
     containers = (x for x in known.values() if isinstance(x, CONTAINERS))
     return known, [(x, x.copy()) for x in containers]
+
+
+def _has_kept_only(module: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return whether a forward has changed no attributes besides what it keeps for the next one.
+
+    Kept tensors do not fit other parameters. A module that sets a flag as well is left as it is:
+    the flag may tell that hooks are installed, or modules replaced.
+    """
+    found = own_attributes(module)
+    changed = [x for x in found.keys() | known.keys() if found.get(x) is not known.get(x)]
+    values = [each.get(name) for name in changed for each in (found, known)]
+    return all(x is None or isinstance(x, (Tensor, *CONTAINERS)) for x in values)
 
 
 def _drop_graphs(module: nn.Module) -> None:
