@@ -375,12 +375,19 @@ def _vision(row: Row) -> nn.Module:
     else:
         import timm
 
-        options = {"num_classes": 10, "drop_rate": 0.1}
-        try:
-            made = timm.create_model(row.name, img_size=64, **options)
-        except TypeError:  # it has no such argument, and takes any size
-            made = timm.create_model(row.name, **options)
+        made = _timm(timm.create_model, row.name)
     return cast(nn.Module, made)
+
+
+def _timm(create: Callable[..., nn.Module], name: str) -> nn.Module:
+    """Build a model of timm with dropout, and of small images where it asks for their size."""
+    given: dict[str, Any] = {"num_classes": 10, "drop_rate": 0.1, **SMALLER_TIMM.get(name, {})}
+    for more in ({"img_size": 64, "drop_path_rate": 0.1}, {"drop_path_rate": 0.1}, {}):
+        try:
+            return create(name, **given, **more)
+        except TypeError:  # it has no such argument
+            continue
+    return create(name, **given, img_size=64)
 
 
 # --- examples ----------------------------------------------------------------------------------
@@ -399,7 +406,7 @@ def _mask(length: int) -> Tensor:
 
 def _examples(row: Row, model: nn.Module) -> Iterator[Any]:
     if row.source != "transformers":
-        for side in (getattr(model, "image_size", 64), 64, 96, 128, 224):
+        for side in (getattr(model, "image_size", 64), 64, 96, 128, 224, 240, 256):
             yield torch.randn(BATCH, 3, side, side)
         return
     names = set(inspect.signature(model.forward).parameters)
@@ -544,9 +551,15 @@ TIMM = (
     *("edgenext_xx_small", "efficientformer_l1", "fastvit_t8", "ghostnet_050", "regnety_002"),
     *("repvgg_a0", "xcit_nano_12_p16_224", "tiny_vit_5m_224", "visformer_tiny", "dla46_c"),
     *("mambaout_femto", "eva02_tiny_patch14_224", "tnt_s_patch16_224", "hrnet_w18_small"),
+    *("densenet121", "maxvit_pico_rw_256", "beit_base_patch16_224", "inception_next_atto"),
 )
+SMALLER_TIMM: dict[str, dict[str, Any]] = {
+    "beit_base_patch16_224": {"embed_dim": 96, "depth": 4, "num_heads": 3},
+    "crossvit_tiny_240": {"img_size": 240},
+}
+"""Arguments of models of timm that have no small variant, or take no small images."""
 
 
 def timm_rows() -> list[Row]:
-    """Return small models of 32 families of timm."""
+    """Return small models of 36 families of timm."""
     return [Row("timm", name, "classification", name) for name in TIMM]

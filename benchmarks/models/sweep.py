@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.pipelining  # once, before rows are forked
 
 from . import architectures, check, table
 from .architectures import NotBuiltError, Row
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pipeline", action="store_true", help="run torch's pipeline() instead")
+    parser.add_argument("--seconds", type=int, help="CPU time after which a row is stopped")
     parser.add_argument("--missing", action="store_true", help="only rows that have no result yet")
     parser.add_argument("--result", nargs="+", help="only rows that had one of these results")
     parser.add_argument("--verbose", action="store_true", help="show what the models print")
@@ -124,10 +126,16 @@ def run(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row,
                 result = connection.recv()
             except EOFError:
                 process.join()
-                what = "took too long" if process.exitcode in (-9, -24) else "ended the process"
-                result = _failed(options, f"{what} ({process.exitcode})")
+                code = process.exitcode
+                late = f"not done in {_seconds(row, options)} s of CPU"
+                result = _failed(options, late if code in (-9, -24) else f"exit code {code}")
             process.join()
             yield row, result
+
+
+def _seconds(row: Row, options: argparse.Namespace) -> int:
+    slow = options.pipeline or row.source != "transformers"
+    return options.seconds or CPU_SECONDS * (3 if slow else 1)
 
 
 def _failed(options: argparse.Namespace, why: str) -> dict[str, Any]:
@@ -140,19 +148,19 @@ def _warm_up(sources: Sequence[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    if "timm" in sources:
+        architectures.declare_operators()
+        import timm  # noqa: F401  # once, before rows are forked
     if "transformers" in sources:
         import transformers
 
         for name in WARM:
             getattr(transformers, name)
-    if "timm" in sources:
-        architectures.declare_operators()
-        import timm  # noqa: F401  # once, before rows are forked
 
 
 def _one(row: Row, options: argparse.Namespace, connection: Connection) -> None:
     os.setsid()
-    limit = CPU_SECONDS * (3 if options.pipeline or row.source != "transformers" else 1)
+    limit = _seconds(row, options)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     if not options.verbose:
         nothing = os.open(os.devnull, os.O_WRONLY)

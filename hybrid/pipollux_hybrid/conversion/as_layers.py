@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ from pipollux_hybrid.pipeline.samples import plain_batch
 from . import unify, verify
 from .blocks import choose_blocks, opened_by
 from .inputs import Inputs, arguments
+from .lengths import LengthProbe, plain_contexts, without_caches
 from .model_layers import ModelLayers
 from .pieces import (
+    MisshapedError,
     Piece,
     RecordedLayer,
     Scope,
     attach,
+    can_check_sizes,
     modules_of,
     pieces_of,
     states_of,
@@ -69,8 +72,8 @@ def as_layers(
         model: Any module. Layers share its parameters, buffers and modules.
         example_inputs: A batch: a tensor, a tuple of the forward's arguments, or a dict of its
             keyword arguments, without labels. Batches need the same entries. They may have any
-            number of samples, and of token ids and masks any length up to the example's, or up to
-            four times that of a short one, where the model does the same at these sizes.
+            number of samples, and any length of token ids and masks at which the model does the
+            same, which is verified at the first batch of each length.
         cut_at: Names of the modules before which the model is cut, or of an ``nn.ModuleList`` for
             all of its members; modules in it run as they are. By default the members of the
             outermost lists of modules with a common class.
@@ -84,12 +87,7 @@ def as_layers(
             line, and the remedy.
     """
     _check_model(model, example_inputs)
-    device = _device(model)
-    with ExitStack() as stack:  # whatever the caller has entered
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.enable_grad())
-        for kind in {device.type, "cpu"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    with plain_contexts(_device(model)):
         return _made(model, example_inputs, cut_at, check=verify)
 
 
@@ -99,18 +97,19 @@ def _made(
     device = _device(model)
     example_inputs = map_tensors(lambda tensor: tensor.to(device), plain_batch(example_inputs))
     blocks = choose_blocks(model, _calls(model, example_inputs), cut_at)
-    failure: ConfigurationError | None = None
-    for lengths_vary in (True, False):
-        inputs = Inputs(example_inputs, lengths_vary=lengths_vary)
-        if lengths_vary and len(inputs.dimensions) == 1:
+    lengths = ["any", "recorded", "fixed"]
+    while True:
+        allowed = lengths.pop(0)
+        inputs = Inputs(example_inputs, lengths_vary=allowed != "fixed")
+        if allowed != "fixed" and len(inputs.dimensions) == 1:
             continue
         try:
-            return _converted(model, inputs, blocks, check=check)
+            return _converted(model, inputs, blocks, check=check, any_length=allowed == "any")
         except Exception as error:  # recording calls the model's code at sizes it may not expect
-            failure = failure or _as_error(model, error)
-            if not lengths_vary:
+            if not lengths:
                 raise _as_error(model, error) from error
-    raise failure or ConfigurationError("as_layers")  # not reached
+            if not isinstance(error, MisshapedError):
+                lengths = ["fixed"]
 
 
 def _as_error(model: nn.Module, error: Exception) -> ConfigurationError:
@@ -136,9 +135,9 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
 
 
 def _converted(
-    model: nn.Module, inputs: Inputs, blocks: Sequence[str], *, check: bool
+    model: nn.Module, inputs: Inputs, blocks: Sequence[str], *, check: bool, any_length: bool
 ) -> ModelLayers:
-    with verify.unchanged(model), _without_caches(model):
+    with verify.unchanged(model), without_caches(model):
         model.eval()
         if not blocks:
             raise UnrecordableError("it has no modules to cut between")
@@ -152,12 +151,20 @@ def _converted(
     if names != other:
         raise UnrecordableError("it calls other blocks in training than in evaluation")
     _check_changes(model, ["first", *names, "last"], pieces, training)
+    with verify.unchanged(model), without_caches(model):
+        if any_length and can_check_sizes(pieces) and can_check_sizes(training):
+            any_length = _allow_lengths(model, inputs, opened, programs)
+        else:
+            any_length = False
+        if not any_length:
+            _limit_lengths(model, inputs, list(opened.values()), programs)
+            pieces, training = ([replace(x, forms={}) for x in mode] for mode in (pieces, training))
     layers = _layers(model, inputs, names, pieces, training)
     for layer in layers:
         layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
     layers.watch(SettingsWatch(opened))
     if check:
-        with verify.unchanged(model), _without_caches(model):
+        with verify.unchanged(model), without_caches(model):
             _verify(model, layers, inputs)
     for module in layers.modules():
         if isinstance(module, (ModelLayers, Scope)):  # the model's own keep their modes
@@ -235,7 +242,7 @@ def _calls(model: nn.Module, example_inputs: Any) -> Counter[str]:
     handle = nn.modules.module.register_module_forward_pre_hook(count)
     try:
         args, kwargs = inputs.resized(_corner(inputs))
-        with verify.unchanged(model), _without_caches(model), torch.no_grad():
+        with verify.unchanged(model), without_caches(model), torch.no_grad():
             model.eval()
             model(*args, **kwargs)
     finally:
@@ -261,6 +268,8 @@ def _programs(
     corner = _corner(inputs)
     programs = {}
     programs[False] = _over_sizes(model, inputs, opened)
+    for sizes in _grid(inputs):
+        inputs.know(sizes, training=False)
     model.train()
     once = _recorded(model, inputs, opened, corner)
     sizes = (BATCH_SIZES[1], *(x.size - 1 for x in inputs.dimensions[1:]))
@@ -274,6 +283,9 @@ def _programs(
     refused = None
     for training in (False, True):
         model.train(training)
+        with torch.no_grad():
+            disabled = _recorded(model, inputs, opened, corner)
+        unify.check_without_gradients(programs[training], disabled, corner, training=training)
         try:
             with torch.autocast(_device(model).type, torch.bfloat16):
                 under = _recorded(model, inputs, opened, corner)
@@ -284,38 +296,90 @@ def _programs(
 
 
 def _over_sizes(model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module]) -> Recording:
-    """Record at the corners of a grid of sizes, and see how far the result holds.
-
-    Two lengths do not tell a length from its remainder, or from the smaller of it and a limit.
-    """
+    """Record at the corners of a grid of sizes, and see for which numbers of samples it holds."""
     made = unify.over_sizes(
         {sizes: _recorded(model, inputs, opened, sizes) for sizes in _grid(inputs)}
     )
-    corner = _corner(inputs)
-
-    def holds(place: int, size: int) -> bool:
-        sizes = (*corner[:place], size, *corner[place + 1 :])
-        try:
-            unify.check_size(made, _recorded(model, inputs, opened, sizes), sizes)
-        except (ConfigurationError, RuntimeError, ValueError, IndexError):
-            return False
-        return True
-
-    if not holds(0, OTHER_BATCH_SIZE):
+    if not _holds(model, inputs, opened, made, 0, OTHER_BATCH_SIZE):
         raise UnrecordableError(
             "its operations depend on the number of samples in another way than by sums of "
             "products: move the code into a block"
         )
-    inputs.limit(0, 1 if holds(0, 1) else BATCH_SIZES[0])
-    for place, dimension in enumerate(inputs.dimensions[1:], 1):
-        size = dimension.size
-        fitting = [
-            [*itertools.takewhile(lambda x: holds(place, x), sizes)]  # noqa: B023  # used up here
-            for sizes in (_shorter(size), _longer(size))
-        ]
-        shortest = min(fitting[0], default=size - 1)
-        inputs.limit(place, shortest, max(fitting[1], default=size))
+    single = _holds(model, inputs, opened, made, 0, 1)
+    inputs.limit(0, 1 if single else BATCH_SIZES[0])
     return made
+
+
+def _holds(
+    model: nn.Module,
+    inputs: Inputs,
+    opened: Sequence[nn.Module],
+    made: Recording,
+    place: int,
+    size: int,
+) -> bool:
+    """Return whether a model does at another size what a recording says."""
+    corner = _corner(inputs)
+    sizes = (*corner[:place], size, *corner[place + 1 :])
+    try:
+        found = _recorded(model, inputs, opened, sizes)
+        unify.check_size(made, found, sizes, training=model.training)
+    except (ConfigurationError, RuntimeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _allow_lengths(
+    model: nn.Module,
+    inputs: Inputs,
+    opened: Mapping[str, nn.Module],
+    programs: Mapping[bool, Recording],
+) -> bool:
+    """Let lengths be verified at their first use, if that finds the recorded calls again."""
+    if len(inputs.dimensions) == 1:
+        return False
+    try:
+        probe = LengthProbe(model, opened, programs, inputs)
+    except Exception:  # a model may have what cannot be copied
+        return False
+    if any(probe(training, _corner(inputs)[1:]) is not None for training in (False, True)):
+        return False
+    inputs.know(_corner(inputs), training=True)
+    inputs.verify_lengths_by(probe)
+    return True
+
+
+def _limit_lengths(
+    model: nn.Module,
+    inputs: Inputs,
+    opened: Sequence[nn.Module],
+    programs: Mapping[bool, Recording],
+) -> None:
+    """Allow the lengths for which recordings hold.
+
+    Two lengths do not tell a length from its remainder, or from the smaller of it and a limit.
+    """
+    for training in (False, True) if programs[False] is not programs[True] else (False,):
+        model.train(training)
+        for place, dimension in enumerate(inputs.dimensions[1:], 1):
+            shorter, longer = (
+                _fitting(model, inputs, opened, programs[training], place, sizes)
+                for sizes in (_shorter(dimension.size), _longer(dimension.size))
+            )
+            shortest = min(shorter, default=dimension.size - 1)
+            inputs.limit(place, shortest, max(longer, default=dimension.size))
+
+
+def _fitting(
+    model: nn.Module,
+    inputs: Inputs,
+    opened: Sequence[nn.Module],
+    made: Recording,
+    place: int,
+    sizes: Iterable[int],
+) -> list[int]:
+    """Return the sizes before the first at which a recording does not hold."""
+    return [*itertools.takewhile(lambda x: _holds(model, inputs, opened, made, place, x), sizes)]
 
 
 def _shorter(length: int) -> Iterator[int]:
@@ -334,8 +398,7 @@ def _recorded(
     model: nn.Module, inputs: Inputs, opened: Sequence[nn.Module], sizes: tuple[int, ...]
 ) -> Recording:
     args, kwargs = inputs.resized(sizes)
-    with torch.enable_grad():
-        return record(model, opened, args, kwargs)
+    return record(model, opened, args, kwargs)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -431,50 +494,28 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-@contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Run a Hugging Face model without caches of keys and values.
-
-    Its own activation checkpointing is disabled for good: stages have theirs.
-    """
-    changed = []
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            setattr(module, "gradient_checkpointing", False)  # noqa: B010  # no module declares it
-        config = getattr(module, "config", None)
-        for each in _configs(config):
-            if getattr(each, "use_cache", None):
-                changed.append(each)
-                each.use_cache = False
-    try:
-        yield
-    finally:
-        for each in changed:
-            each.use_cache = True
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    if config is None or not hasattr(config, "to_dict"):
-        return
-    yield config
-    for value in vars(config).values():
-        if hasattr(value, "to_dict") and value is not config:
-            yield from _configs(value)
-
-
 # --- verification ------------------------------------------------------------------------------
 
 
 def _verify(model: nn.Module, layers: ModelLayers, inputs: Inputs) -> None:
     """Compare the layers with the model on other samples, sizes and padding."""
     full = tuple(x.size for x in inputs.dimensions[1:])
-    shorter = tuple(max(x.minimum, x.size - 2) for x in inputs.dimensions[1:])
+    shorter = _shorter_lengths(inputs)
     least = inputs.dimensions[0].minimum
     _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=False)
     _verify_case(model, layers, inputs, (least, *shorter), training=False, padded=True)
     _verify_case(model, layers, inputs, (3, *full), training=True, padded=True)
     if least > 1:
         _verify_single(model, layers, inputs, shorter)
+
+
+def _shorter_lengths(inputs: Inputs) -> tuple[int, ...]:
+    """Return lengths below the example's that are allowed; those less by 1 were recorded."""
+    for less in (2, 1):
+        lengths = tuple(max(x.minimum, x.size - less) for x in inputs.dimensions[1:])
+        if inputs.refusal((1, *lengths), training=False) is None:
+            break
+    return lengths
 
 
 def _verify_single(

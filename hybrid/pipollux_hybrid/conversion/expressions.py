@@ -102,6 +102,27 @@ class Slice:
     items: tuple[Expression, Expression, Expression]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a tensor of the program is, besides its elements."""
+
+    shape: tuple[Expression, ...]
+    """Literals, and polynomials where a size depends on those of the batch."""
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def sizes(self, batch: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape for a batch of these sizes."""
+        return tuple(
+            evaluate(x, batch) if isinstance(x, Polynomial) else x.value  # type: ignore[union-attr]  # a Literal
+            for x in self.shape
+        )
+
+    def bytes(self, batch: tuple[int, ...]) -> int:
+        """Return the memory for a batch of these sizes."""
+        return math.prod(self.sizes(batch)) * self.dtype.itemsize
+
+
 Expression: TypeAlias = (
     Value | State | Constant | Literal | Opaque | Polynomial | ByMode | AutocastType | Tree | Slice
 )

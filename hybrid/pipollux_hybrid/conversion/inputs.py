@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, dict):
         return (), batch
     return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+Probe: TypeAlias = Callable[[bool, tuple[int, ...]], str | None]
+"""Returns what a model does differently in training or not at these lengths, or None."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,51 @@ class Inputs:
                 "example_inputs marks a container: mark each of its tensors, so that the layers "
                 "know their sizes"
             )
+        self._keywords = list(given[1])
         self.dimensions = [self._batch()]
         if lengths_vary:
             self.dimensions += self._lengths(given)
+        self._varying: list[list[tuple[int, int]]] = [[] for _ in self._leaves]
+        """Of each leaf, the dimensions whose sizes vary, with their numbers here."""
+        for number, dimension in enumerate(self.dimensions):
+            for i, dim in dimension.places:
+                self._varying[i].append((dim, number))
+        self._verified: dict[tuple[bool, tuple[int, ...]], str | None] = {}
+        """Why lengths are refused, or None, by mode."""
+        self._probe: Probe | None = None
 
     def __deepcopy__(self, _: Any) -> Inputs:
-        """Copies of a layer share it, as it never changes."""
+        """Copies of a layer share it, and what is known about lengths."""
         return self
+
+    def samples(self, count: int) -> Inputs:
+        """Return the inputs with the first samples of the example only, and no limits."""
+        made = copy.copy(self)
+        lengths = [replace(x, minimum=1, maximum=math.inf) for x in self.dimensions[1:]]
+        made._leaves = list(self._leaves)
+        for i, dim in self.dimensions[0].places:
+            made._leaves[i] = self._leaves[i].narrow(dim, 0, min(count, self.dimensions[0].size))
+            made._leaves[i] = made._leaves[i].clone()  # the rest of the example can be freed
+        first = replace(self.dimensions[0], size=min(count, self.dimensions[0].size))
+        made.dimensions = [first, *lengths]
+        return made
+
+    def verify_lengths_by(self, probe: Probe) -> None:
+        """Verify lengths at their first use; those that are no different are allowed."""
+        self._probe = probe
+
+    def know(self, sizes: Sequence[int], *, training: bool) -> None:
+        """Allow lengths that were recorded."""
+        self._verified[training, tuple(sizes[1:])] = None
+
+    def refusal(self, sizes: Sequence[int], *, training: bool) -> str | None:
+        """Return why a batch of these lengths is refused, or None."""
+        if self._probe is None or len(self.dimensions) == 1:
+            return None
+        key = training, tuple(sizes[1:])
+        if key not in self._verified:
+            self._verified[key] = self._probe(*key)
+        return self._verified[key]
 
     @property
     def tensors(self) -> dict[int, Tensor]:
@@ -121,24 +164,23 @@ class Inputs:
             torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in self._leaves
         ]
 
-    def read(self, batch: Any) -> tuple[tuple[int, ...], list[Any]]:
+    def read(self, batch: Any, training: bool) -> tuple[tuple[int, ...], list[Any]]:
         """Return the sizes and the leaves of a batch.
 
         Raises:
             ConfigurationError: It has another structure, dtype, or a size that may not vary.
         """
-        given = arguments(batch)
-        if isinstance(given[1], dict) and list(given[1]) != list(self._keywords):
-            given = given[0], self._in_order(given[1])
-        leaves, spec = pytree.tree_flatten(given)
-        if spec != self._spec:
-            raise ConfigurationError(
-                "the batch has another structure than example_inputs: give HybridParallel or "
-                "as_layers an example as the data loader returns it"
-            )
-        sizes = tuple(leaves[places[0][0]].shape[places[0][1]] for places in self._places)
+        leaves, structure = pytree.tree_flatten(plain_batch(batch), is_leaf=is_marked)
+        if structure != self._structure or any(map(is_marked, leaves)):
+            leaves = self._in_order(batch)
+        firsts = (dimension.places[0] for dimension in self.dimensions)
+        sizes = tuple(leaves[i].shape[dim] for i, dim in firsts)
         for i, leaf in enumerate(leaves):
             self._check(i, leaf, sizes)
+        self._check_sizes(sizes, training)
+        return sizes, leaves
+
+    def _check_sizes(self, sizes: tuple[int, ...], training: bool) -> None:
         for place, (dimension, size) in enumerate(zip(self.dimensions, sizes, strict=True)):
             if not dimension.minimum <= size <= dimension.maximum:
                 raise ConfigurationError(
@@ -146,7 +188,15 @@ class Inputs:
                     f"{self._range(place)}: the model may do something else at other sizes; pad "
                     "the batch, or give example_inputs as long as the longest batch"
                 )
-        return sizes, leaves
+        why = self.refusal(sizes, training=training)
+        if why is not None:
+            named = zip(self.dimensions[1:], sizes[1:], strict=True)
+            recorded = ", ".join(f"{x.name} {x.size}" for x in self.dimensions[1:])
+            raise ConfigurationError(
+                f"the batch has {', '.join(f'{x.name} {size}' for x, size in named)}, and the "
+                f"layers were recorded for {recorded}; at the batch's, the model does something "
+                f"else: {why}; pad the batch, or give example_inputs as long as the longest batch"
+            )
 
     def _range(self, place: int) -> str:
         dimension = self.dimensions[place]
@@ -164,22 +214,21 @@ class Inputs:
         """Set the smallest size of a dimension."""
         self.dimensions[place] = replace(self.dimensions[place], minimum=minimum)
 
-    @property
-    def _places(self) -> list[tuple[tuple[int, int], ...]]:
-        return [dimension.places for dimension in self.dimensions]
-
-    @property
-    def _keywords(self) -> Mapping[str, Any]:
-        keywords: Mapping[str, Any] = pytree.tree_unflatten(self._leaves, self._spec)[1]
-        return keywords
-
-    def _in_order(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _in_order(self, batch: Any) -> list[Any]:
+        """Return the leaves of a batch whose entries are marked, or in another order."""
+        args, given = arguments(batch)
         if set(given) != set(self._keywords):
             raise ConfigurationError(
                 f"the batch has the entries {sorted(given)}, and example_inputs has "
                 f"{sorted(self._keywords)}: give an example with the same entries as each batch"
             )
-        return {name: given[name] for name in self._keywords}
+        leaves, spec = pytree.tree_flatten((args, {name: given[name] for name in self._keywords}))
+        if spec != self._spec:
+            raise ConfigurationError(
+                "the batch has another structure than example_inputs: give HybridParallel or "
+                "as_layers an example as the data loader returns it"
+            )
+        return leaves
 
     def _check(self, i: int, leaf: Any, sizes: tuple[int, ...]) -> None:
         example = self._leaves[i]
@@ -191,10 +240,8 @@ class Inputs:
                 )
             return
         expected = list(example.shape)
-        for dimension, size in zip(self.dimensions, sizes, strict=True):
-            for place, dim in dimension.places:
-                if place == i:
-                    expected[dim] = size
+        for dim, number in self._varying[i]:
+            expected[dim] = sizes[number]
         if list(leaf.shape) != expected or leaf.dtype != example.dtype:
             raise ConfigurationError(
                 f"input {i} of the batch has shape {tuple(leaf.shape)} and dtype {leaf.dtype}, and "
@@ -204,8 +251,6 @@ class Inputs:
 
     def _allowed(self, i: int) -> str:
         shape = [str(size) for size in self._leaves[i].shape]
-        for dimension in self.dimensions:
-            for place, dim in dimension.places:
-                if place == i:
-                    shape[dim] = dimension.name
+        for dim, number in self._varying[i]:
+            shape[dim] = self.dimensions[number].name
         return f"[{', '.join(shape)}]"

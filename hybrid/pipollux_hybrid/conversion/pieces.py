@@ -14,7 +14,8 @@ import hashlib
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from .expressions import (
     PLAIN,
     Expression,
+    Form,
     Literal,
     Names,
     Polynomial,
@@ -57,6 +59,13 @@ class Piece:
     needs_sizes: bool
     """Whether this layer or a later one reads the batch's sizes."""
     carried_bytes: int
+    forms: Mapping[int, Form]
+    """Those of the tensors that it gets and makes; none if the sizes of results are not checked."""
+
+    @property
+    def results(self) -> Iterator[int]:
+        """The numbers of the tensors that its modules return."""
+        return (index for call in self.calls if call.is_module for index in call.writes)
 
 
 def pieces_of(recording: Recording, blocks: Sequence[str]) -> tuple[list[str], list[Piece]]:
@@ -87,6 +96,11 @@ def pieces_of(recording: Recording, blocks: Sequence[str]) -> tuple[list[str], l
                 recording.output if is_last else None,
                 any(_has_sizes(call) for call in later),
                 sum(recording.bytes[index] for index in returns),
+                {
+                    index: recording.forms[index]
+                    for index in (*receives, *(x for call in calls for x in call.writes))
+                    if index in recording.forms
+                },
             )
         )
     return [recording.calls[i].target for i in found], pieces
@@ -113,6 +127,7 @@ class RecordedLayer(Scope):
 
     def __init__(self, inputs: Inputs | None) -> None:
         super().__init__()
+        self.__class__ = _own_class()
         self._inputs = inputs
         self._run: dict[bool, Callable[[Any, Any], Any]] = {}
         self.recorded = ""
@@ -146,13 +161,25 @@ class RecordedLayer(Scope):
         return result
 
 
+def _own_class() -> type[RecordedLayer]:
+    """Return a class whose forward is a code object of its own.
+
+    ``torch.compile`` limits how often it compiles a code object, and layers do different things.
+    """
+    shared = RecordedLayer.forward
+    own = types.FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+    own.__annotations__, own.__doc__ = shared.__annotations__, shared.__doc__
+    members = {"forward": own, "__module__": __name__, "__doc__": RecordedLayer.__doc__}
+    return type(RecordedLayer.__name__, (RecordedLayer,), members)
+
+
 def write_forward(
     layer: RecordedLayer, piece: Piece, following: Piece | None, *, training: bool, title: str
 ) -> str:
     """Give a layer the forward of a piece; return its source."""
     names, lines = Names(), []
     if layer._inputs is not None:
-        lines.append("sizes, leaves = self._inputs.read(value)")
+        lines.append("sizes, leaves = self._inputs.read(value, self.training)")
         tensors = list(layer._inputs.tensors)
         lines += [f"v{index} = leaves[{tensors[index]}]" for index in piece.receives]
     else:
@@ -164,8 +191,16 @@ def write_forward(
     changed = frozenset[int]().union(*(call.mutates for call in piece.calls))
     lines += [f"v{index} = v{index}.clone()" for index in piece.receives if index in changed]
     last = _last_reads(piece)
+    needed, known = _needed_sizes(piece), _known_sizes(piece)
+    if needed and layer._inputs is None and not piece.needs_sizes:
+        lines.append(
+            f"sizes = ({', '.join(known.get(i, 'None') for i in range(max(needed) + 1))},)"
+        )
     for place, call in enumerate(piece.calls):
         lines += _statements(call, names)
+        for index in call.writes if call.is_module else ():
+            if index in piece.forms:
+                lines.append(_size_check(call, index, piece.forms[index], names))
         dead = [f"v{i}" for i, end in last.items() if end == place]
         if dead:
             lines.append(f"del {', '.join(dead)}")
@@ -194,6 +229,46 @@ def _shown(value: Any) -> str:
         return repr(value)
     function = getattr(value, "function", value)
     return str(getattr(function, "__qualname__", type(value).__qualname__))
+
+
+def can_check_sizes(pieces: Sequence[Piece]) -> bool:
+    """Return whether each layer can compare the sizes of its modules' results with the batch's."""
+    for place, piece in enumerate(pieces):
+        if any(index not in piece.forms for index in piece.results):
+            return False
+        if place and not piece.needs_sizes and _needed_sizes(piece) - set(_known_sizes(piece)):
+            return False
+    return True
+
+
+def _needed_sizes(piece: Piece) -> set[int]:
+    """Return the numbers of the batch's dimensions on which the results of modules depend."""
+    shapes = (piece.forms[index].shape for index in piece.results if index in piece.forms)
+    sizes = (x for shape in shapes for x in shape if isinstance(x, Polynomial))
+    return {x for size in sizes for dimensions, _ in size.terms for x in dimensions}
+
+
+def _known_sizes(piece: Piece) -> dict[int, str]:
+    """Return the source of dimensions of the batch that received tensors have."""
+    found = {}
+    for index in piece.receives:
+        for place, size in enumerate(piece.forms[index].shape if index in piece.forms else ()):
+            if isinstance(size, Polynomial) and len(size.terms) == 1:
+                ((dimensions, coefficient),) = size.terms
+                if len(dimensions) == coefficient == 1:
+                    found[dimensions[0]] = f"v{index}.shape[{place}]"
+    return found
+
+
+def _size_check(call: Call, index: int, form: Form, names: Names) -> str:
+    """Return the statement that compares the size of a module's result.
+
+    The code between blocks is compared with the model at a new length, the code in them is not: it
+    is checked that what they return has the size that the comparison took for granted.
+    """
+    wanted = f"({''.join(f'{source(x, names)}, ' for x in form.shape)})"
+    where = names.of(f"{call.where}: {call.target!r}", "where")
+    return f"if v{index}.shape != {wanted}: misshaped(v{index}, {wanted}, {where})"
 
 
 def _last_reads(piece: Piece) -> dict[int, int]:
@@ -268,6 +343,18 @@ def _differs(where: str, value: Any, expected: Any) -> NoReturn:
     )
 
 
+class MisshapedError(ConfigurationError):
+    """A module returned a tensor of another size than recorded."""
+
+
+def _misshaped(value: Tensor, wanted: tuple[int, ...], where: str) -> NoReturn:
+    raise MisshapedError(
+        f"{where} returns a tensor of shape {tuple(value.shape)} for this batch, and {wanted} was "
+        "expected from the recording: the module does something else at this length; pad the "
+        "batch, or give example_inputs as long as the longest batch"
+    )
+
+
 def _unpack(value: Any, where: str) -> list[Any]:  # noqa: ARG001  # for the error's position
     return pytree.tree_leaves(value)
 
@@ -296,6 +383,7 @@ def _constant(tensor: Tensor, device: torch.device) -> Tensor:
 
 _HELPERS: Mapping[str, Any] = {
     "check": _check,
+    "misshaped": _misshaped,
     "unpack": _unpack,
     "device_of": _device_of,
     "autocast_type": _autocast_type,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from .expressions import (
     PLAIN,
     Constant,
     Expression,
+    Form,
     Literal,
     Opaque,
     Slice,
@@ -190,7 +192,8 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     inputs: Expression = NOTHING
     output: Expression = NOTHING
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    forms: dict[int, Form] = field(default_factory=dict)
+    """Those of its tensors, by their numbers."""
     bytes: dict[int, int] = field(default_factory=dict)
 
 
@@ -207,28 +210,34 @@ def record(
     Raises:
         UnrecordableError: A layer could not repeat what the model does.
     """
-    return _Recorder(model, opened).run(args, kwargs)
+    return Recorder(model, opened).run(args, kwargs)
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
+    """Records one forward of a model; ``opened`` are the modules whose own calls are recorded."""
+
+    checks_draws = True
+    """Whether random numbers of Python and NumPy are refused: other threads may draw them."""
+
     def __init__(self, model: nn.Module, opened: Iterable[nn.Module]) -> None:
         super().__init__()
         self._model, self._opened = model, set(opened)
         self._paths = {module: name for name, module in model.named_modules()}
-        self._states = {
-            id(tensor): State(name)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        states = [*model.named_parameters(), *model.named_buffers()]
+        self._states = {id(tensor): State(name) for name, tensor in states}
         self._values: dict[int, Value] = {}
-        self._kept: list[Any] = []  # so that no id is used twice
+        # So that no id is used twice, also where modules replace their buffers.
+        self._kept: list[Any] = [tensor for _, tensor in states]
         self._count = 0
         self._drawn: set[int] = set()
         self._ragged: set[int] = set()
         self._closed = False
         self._autocast = _autocast_enabled()
+        self._thread = threading.get_ident()
         self.recording = Recording()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+        """Run the model, and return its calls; see :func:`record`."""
         states = {path: _attributes(module) for path, module in self._opened_paths()}
         before = random.getstate(), _numpy_state()
         self.recording.inputs = self._result((tuple(args), dict(kwargs)), (), "the inputs")[0]
@@ -239,7 +248,7 @@ class _Recorder(TorchFunctionMode):
             stack.enter_context(self)
             output = self._model(*args, **kwargs)
         self.recording.output = self._expression(output, "the output", opaque=False)
-        if not _same_draws(before, (random.getstate(), _numpy_state())):
+        if self.checks_draws and not _same_draws(before, (random.getstate(), _numpy_state())):
             raise UnrecordableError(
                 f"the forward of {self._name('')} draws random numbers with Python's random or "
                 "NumPy, which layers do not repeat: draw them with torch"
@@ -247,6 +256,11 @@ class _Recorder(TorchFunctionMode):
         for path, module in self._opened_paths():
             self._check_attributes(path, states[path], _attributes(module))
         return self.recording
+
+    @property
+    def pauses(self) -> bool:
+        """Whether calls are not recorded: those in a recorded call, and those of other threads."""
+        return self._closed or threading.get_ident() != self._thread
 
     def _opened_paths(self) -> list[tuple[str, nn.Module]]:
         return [(path, module) for module, path in self._paths.items() if module in self._opened]
@@ -295,7 +309,7 @@ class _Recorder(TorchFunctionMode):
 
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and record it as one call unless it is opened."""
-        if self._closed or module in self._opened or module not in self._paths:
+        if self.pauses or module in self._opened or module not in self._paths:
             return _module_call(module, *args, **kwargs)
         return self.call(self._paths[module], args, kwargs, module=module)
 
@@ -319,8 +333,10 @@ class _Recorder(TorchFunctionMode):
         graph, autocast = torch.is_grad_enabled(), _autocast_enabled()
         self._closed = True
         try:
-            run = target if module is None else lambda *a, **k: _module_call(module, *a, **k)
-            returned = run(*args, **kwargs)
+            if module is None:
+                returned = target(*args, **kwargs)
+            else:
+                returned = self.run_module(module, args, kwargs)
             changed = {id(x) for x, version in versions if x._version != version}
             if module is not None:
                 changed |= {id(x) for x in buffers} - {id(x) for x in module.buffers()}
@@ -349,6 +365,10 @@ class _Recorder(TorchFunctionMode):
             return returned  # a function of plain values
         self.recording.calls.append(made)
         return returned
+
+    def run_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module that is recorded as one call."""
+        return _module_call(module, *args, **kwargs)
 
     def _is_ragged(self, tensor: Any) -> bool:
         """Return whether a tensor may have as many elements as the data say."""
@@ -404,7 +424,8 @@ class _Recorder(TorchFunctionMode):
                 self._values[id(leaf)] = made
             self._count += 1
             self._kept.append(leaf)
-            self.recording.shapes[made.index] = tuple(leaf.shape)
+            shape = tuple(Literal(size) for size in leaf.shape)
+            self.recording.forms[made.index] = Form(shape, leaf.dtype, leaf.requires_grad)
             self.recording.bytes[made.index] = leaf.numel() * leaf.element_size()
             return made, leaf
 
@@ -559,7 +580,7 @@ _module_call = nn.Module.__call__
 
 
 @contextmanager
-def _intercepted_modules(recorder: _Recorder) -> Iterator[None]:
+def _intercepted_modules(recorder: Recorder) -> Iterator[None]:
     """Pass calls of all modules to the recorder."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -573,12 +594,12 @@ def _intercepted_modules(recorder: _Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _intercepted_autograd(recorder: _Recorder) -> Iterator[None]:
+def _intercepted_autograd(recorder: Recorder) -> Iterator[None]:
     """Record custom autograd functions as calls."""
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder._closed:
+        if recorder.pauses:
             return original.__get__(None, cls)(*args, **kwargs)
         return recorder.call(AutogradFunction(cls), args, kwargs)
 
@@ -606,7 +627,7 @@ class AutogradFunction:
 
 
 @contextmanager
-def _intercepted_functions(recorder: _Recorder, opened: Iterable[nn.Module]) -> Iterator[None]:
+def _intercepted_functions(recorder: Recorder, opened: Iterable[nn.Module]) -> Iterator[None]:
     """Record the mask functions of ``transformers`` as calls.
 
     Whether they drop a mask depends on the data, so they decide again in each forward.
@@ -641,13 +662,16 @@ def _hashable_in(value: Any, known: Mapping[Any, Any]) -> bool:
         return False
 
 
-def _recorded(recorder: _Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if recorder._closed:
+        if recorder.pauses:
             return function(*args, **kwargs)
         return recorder.call(Exported(function), args, kwargs)
 
     return call
+
+
+_exporting = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -663,9 +687,10 @@ class Exported:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        before = torch.compiler._is_exporting_flag
-        torch.compiler._is_exporting_flag = True
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            torch.compiler._is_exporting_flag = before
+        with _exporting:  # the flag is that of all threads, and stages may be threads
+            before = torch.compiler._is_exporting_flag
+            torch.compiler._is_exporting_flag = True
+            try:
+                return self.function(*args, **kwargs)
+            finally:
+                torch.compiler._is_exporting_flag = before

@@ -17,6 +17,7 @@ from .expressions import (
     ByMode,
     Constant,
     Expression,
+    Form,
     Literal,
     Opaque,
     Polynomial,
@@ -58,7 +59,25 @@ def over_sizes(recordings: Mapping[tuple[int, ...], Recording]) -> Recording:
             )
         return found
 
-    return _merged(list(recordings.values()), merge, "batches of other sizes")
+    made = _merged(list(recordings.values()), merge, "batches of other sizes")
+    return replace(made, forms=_forms(recordings))
+
+
+def _forms(recordings: Mapping[tuple[int, ...], Recording]) -> dict[int, Form]:
+    """Return the forms of tensors whose sizes are polynomials of those of the batch."""
+    found = {}
+    for index, form in next(iter(recordings.values())).forms.items():
+        if not all(index in x.forms for x in recordings.values()):
+            continue
+        shapes = {sizes: x.forms[index].sizes(sizes) for sizes, x in recordings.items()}
+        if len({len(shape) for shape in shapes.values()}) > 1:
+            continue
+        columns = [{sizes: x[dim] for sizes, x in shapes.items()} for dim in range(len(form.shape))]
+        fitted = [polynomial(column) for column in columns]
+        known = tuple(x for x in fitted if x is not None)
+        if len(known) == len(fitted):
+            found[index] = replace(form, shape=known)
+    return found
 
 
 def check_size(
@@ -76,12 +95,33 @@ def check_size(
             return one
         if isinstance(one, ByMode) and found == (one.training if training else one.evaluation):
             return one
+        if isinstance(one, AutocastType) and found == Literal(one.otherwise):
+            return one
         raise DifferentCallsError(
             f"{where}: {_shown(leaves)} for batches of sizes {sizes} is no sum of products of "
             "sizes: move the code into a block"
         )
 
     _merged([recording, other], merge, "batches of other sizes")
+
+
+def check_without_gradients(
+    recording: Recording, other: Recording, sizes: tuple[int, ...], *, training: bool
+) -> None:
+    """Compare a recording with one that was made under ``torch.no_grad()``.
+
+    Raises:
+        DifferentCallsError: The model does something else where gradients are disabled.
+    """
+    enabled = [replace(x, has_graph=False) for x in recording.calls]
+    try:
+        check_size(replace(recording, calls=enabled), other, sizes, training=training)
+    except DifferentCallsError as error:
+        raise DifferentCallsError(
+            f"{str(error).partition(': ')[0]}: the model does something else under torch.no_grad() "
+            "(it reads requires_grad or torch.is_grad_enabled()), and layers repeat one of both: "
+            "decide by self.training, or move the code into a block"
+        ) from error
 
 
 def with_training(evaluation: Recording, training: Recording, corner: tuple[int, ...]) -> Recording:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ def separate(value: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, kept tensors and modes, and random generators, after the body."""
+    """Restore a model's buffers, attributes and modes, and random generators, after the body."""
     buffers = [
         (module, name, x, x.detach().clone())
         for module in model.modules()
@@ -96,36 +96,85 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         if x is not None
     ]
     modes = {x: x.training for x in model.modules()}
-    attributes = [(x, own_attributes(x)) for x in model.modules()]
-    state = _random_state()
+    attributes = [(x, *_attributes(x)) for x in model.modules()]
+    state = random_state()
     try:
         yield
     finally:
-        _set_random_state(state)
+        set_random_state(state)
         for module in model.modules():
             module.training = modes.get(module, modes[model])  # a forward may make modules
-        for module, known in attributes:
-            for name, value in own_attributes(module).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    delattr(module, name)  # with its graph, no module could be copied
-                    vars(module).update({name: known[name]} if name in known else {})
+        replaced = modes.keys() != set(model.modules())
+        for module, known, contents in attributes:
+            if not replaced and _has_kept_only(module, known):
+                _restore(module, known, contents)
+            _drop_graphs(module)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
                 module._buffers[name] = buffer  # some models replace their buffers
 
 
-def _random_state() -> tuple[Tensor, list[Tensor]]:
+CONTAINERS = (dict, list, set)
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """Return a module's own attributes, and the containers among them with their contents."""
+    known = own_attributes(module)
+    containers = (x for x in known.values() if isinstance(x, CONTAINERS))
+    return known, [(x, x.copy()) for x in containers]
+
+
+def _has_kept_only(module: nn.Module, known: Mapping[str, Any]) -> bool:
+    """Return whether a forward has changed no attributes besides what it keeps for the next one.
+
+    Kept tensors do not fit other parameters. A module that sets a flag as well is left as it is:
+    the flag may tell that hooks are installed, or modules replaced.
+    """
+    found = own_attributes(module)
+    changed = [x for x in found.keys() | known.keys() if found.get(x) is not known.get(x)]
+    values = [each.get(name) for name in changed for each in (found, known)]
+    return all(x is None or isinstance(x, (Tensor, *CONTAINERS)) for x in values)
+
+
+def _drop_graphs(module: nn.Module) -> None:
+    """Delete tensors with a graph, with which no module could be copied."""
+    for name, value in own_attributes(module).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            delattr(module, name)
+
+
+def _restore(
+    module: nn.Module, known: Mapping[str, Any], contents: Sequence[tuple[Any, Any]]
+) -> None:
+    for name in own_attributes(module):
+        del vars(module)[name]
+    vars(module).update(known)
+    for container, content in contents:
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """Return the states of torch's generators."""
     return (
         torch.get_rng_state(),
         torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     )
 
 
-def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Set the states of torch's generators."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
+
+
+def same_random_state(state: tuple[Tensor, list[Tensor]]) -> bool:
+    """Return whether torch's generators are in this state."""
+    found = random_state()
+    pairs = zip([state[0], *state[1]], [found[0], *found[1]], strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _equal(one: Tensor, other: Tensor, largest: float = 0.0) -> bool:

@@ -5,8 +5,9 @@ Layers have recorded their effect, so a setting that a script changes later woul
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,15 +16,15 @@ from pipollux_hybrid.errors import ConfigurationError
 
 IGNORED = frozenset(
     (
-        "training",
-        "use_cache",
-        "return_dict",
-        "gradient_checkpointing",
-        "dtype",
-        "transformers_version",
+        *("training", "use_cache", "return_dict", "gradient_checkpointing", "dtype"),
+        *("transformers_version", "architectures", "id2label", "label2id"),
+        "warnings_issued",
     )
 )
-"""Settings without effect on recorded layers."""
+"""Settings without effect on recorded layers; ``save_pretrained`` sets some."""
+PLAIN = (bool, int, float, str, type(None))
+CONTAINERS = (list, tuple, set, frozenset, dict)
+MISSING = object()
 
 
 class SettingsWatch:
@@ -31,7 +32,8 @@ class SettingsWatch:
 
     def __init__(self, opened: Mapping[str, nn.Module]) -> None:
         self._opened = {name: weakref.ref(module) for name, module in opened.items()}
-        self._before = {name: _settings(module) for name, module in opened.items()}
+        self._before = {name: settings_of(module) for name, module in opened.items()}
+        self._parts = list(_parts(opened.values()))
 
     def __deepcopy__(self, _: Any) -> SettingsWatch:
         """Copies of layers have settings of their own, and watch nothing."""
@@ -43,24 +45,33 @@ class SettingsWatch:
         Raises:
             ConfigurationError: One has changed, or the model is in another mode than its layers.
         """
+        if not all(part.is_unchanged() for part in self._parts):
+            self._compare()
+            modules = (reference() for reference in self._opened.values())
+            self._parts = list(_parts(x for x in modules if x is not None))
         for name, reference in self._opened.items():
             module = reference()
-            if module is None:
-                continue
-            found, before = _settings(module), self._before[name]
-            changed = next((x for x in found | before if found.get(x) != before.get(x)), None)
-            if changed is not None:
-                raise ConfigurationError(
-                    f"{changed} of {_shown(name, module)} is {found.get(changed)!r} and was "
-                    f"{before.get(changed)!r} when the model was converted into layers, which "
-                    "would not follow: set it before"
-                )
-            if module.training != training:
+            if module is not None and module.training != training:
                 mode, call = ("training", "train()") if training else ("evaluation", "eval()")
                 raise ConfigurationError(
                     f"{_shown(name, module)} is in another mode than its layers, which are in "
                     f"{mode} mode: call {call} of the wrapped model, which sets both"
                 )
+
+    def _compare(self) -> None:
+        for name, reference in self._opened.items():
+            module = reference()
+            if module is None:
+                continue
+            found, before = settings_of(module), self._before[name]
+            for setting in before | found:
+                value, old = found.get(setting, MISSING), before.get(setting, MISSING)
+                if value != old:
+                    raise ConfigurationError(
+                        f"{setting} of {_shown(name, module)} is {_text(value)} and was "
+                        f"{_text(old)} when the model was converted into layers, which would not "
+                        "follow: set it before"
+                    )
 
     def set_mode(self, training: bool) -> None:
         """Set the mode of the opened modules, which are in no layer."""
@@ -70,22 +81,97 @@ class SettingsWatch:
                 module.training = training
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+class _Part:
+    """The settings of one object, compared without reading those that are the same objects."""
+
+    def __init__(self, module: nn.Module, owner: Any) -> None:
+        self._module = weakref.ref(module)
+        self._owner = weakref.ref(owner)
+        self._names = frozenset(vars(owner))
+        watched = {name: x for name, x in vars(owner).items() if _is_watched(name, x)}
+        self._same = {**watched, **{name: x for name, x in vars(owner).items() if _is_config(x)}}
+        self._contents = [
+            (x, copy.deepcopy(x)) for x in watched.values() if isinstance(x, CONTAINERS)
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Return whether all settings are as they were, or nothing holds the model any more."""
+        owner = self._owner()
+        if owner is None or self._module() is None:
+            return True
+        found = vars(owner)
+        return (
+            found.keys() == self._names
+            and all(found[name] is x for name, x in self._same.items())
+            and all(x == before for x, before in self._contents)
+        )
+
+
+def _parts(modules: Any) -> Iterator[_Part]:
+    """Yield the modules and their configurations; those that modules share are read once."""
+    known = set()
+    for module in modules:
+        yield _Part(module, module)
+        for config in configs_of(module):
+            if id(config) not in known:
+                known.add(id(config))
+                yield _Part(module, config)
+
+
+def configs_of(owner: Any) -> Iterator[Any]:
+    """Yield the configuration of a module, and the configurations in it."""
+    pending = [getattr(owner, "config", None)]
+    known = set()
+    while pending:
+        config = pending.pop()
+        if _is_config(config) and id(config) not in known:
+            known.add(id(config))
+            yield config
+            pending += vars(config).values()
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return the settings of a module and of its configurations, by name."""
+    found = _plain(module, "")
     config = getattr(module, "config", None)
-    found = _plain(vars(module).items())
-    if hasattr(config, "to_dict"):
-        found |= {f"config.{name}": x for name, x in _plain(vars(config).items()).items()}
+    return {**found, **_of_config(config, "config.", ())} if _is_config(config) else found
+
+
+def _of_config(config: Any, prefix: str, around: tuple[Any, ...]) -> dict[str, Any]:
+    found = _plain(config, prefix)
+    for name, value in vars(config).items():
+        if _is_config(value) and not any(value is x for x in (config, *around)):
+            found |= _of_config(value, f"{prefix}{name}.", (config, *around))
     return found
 
 
-def _plain(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _plain(owner: Any, prefix: str) -> dict[str, Any]:
     return {
-        name: value
-        for name, value in items
-        if isinstance(value, (bool, int, float, str, type(None)))
-        and name[0] != "_"
-        and name not in IGNORED
+        prefix + name: copy.deepcopy(value)
+        for name, value in vars(owner).items()
+        if _is_watched(name, value)
     }
+
+
+def _is_watched(name: str, value: Any) -> bool:
+    return name[0] != "_" and name not in IGNORED and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or text, or a container of such."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    if isinstance(value, CONTAINERS):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "__dict__") and not isinstance(value, type)
+
+
+def _text(value: Any) -> str:
+    return "missing" if value is MISSING else repr(value)
 
 
 def _shown(name: str, module: nn.Module) -> str:

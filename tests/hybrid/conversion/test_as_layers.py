@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from pipollux_hybrid import ConfigurationError, HybridParallel, as_layers
+from pipollux_hybrid.conversion import watch
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.conversion.small_models import loss_of, make_batches, make_model
 
@@ -145,6 +146,79 @@ def test_a_changed_setting_is_refused(net: Net, batch: Tensor) -> None:
         layers(batch)
 
 
+class Settings:
+    """A configuration with lists and other configurations, as those of Hugging Face."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def set_list(net: Any) -> None:
+    net.scales[1] = 3.0
+
+
+def set_list_of_configuration(net: Any) -> None:
+    net.config.kinds["first"][0] = "other"
+
+
+def set_nested(net: Any) -> None:
+    net.config.text.width = 5
+
+
+def set_other_configuration(net: Any) -> None:
+    net.config = Settings(kinds={"first": ["full"]}, text=Settings(width=6))
+
+
+def add_setting(net: Any) -> None:
+    net.config.text.more = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (set_list, r"scales of the Net is \[1\.0, 3\.0\] and was \[1\.0, 2\.0\]"),
+        (set_list_of_configuration, r"config\.kinds of the Net is \{'first': \['other'\]\} and"),
+        (set_nested, r"config\.text\.width of the Net is 5 and was 4"),
+        (set_other_configuration, r"config\.text\.width of the Net is 6 and was 4"),
+        (add_setting, r"config\.text\.more of the Net is 1 and was missing"),
+    ],
+)
+def test_lists_and_nested_configurations_are_compared_by_value(
+    net: Any, batch: Tensor, change: Callable[[Any], None], sentence: str
+) -> None:
+    net.scales = [1.0, 2.0]
+    net.config = Settings(kinds={"first": ["full"]}, text=Settings(width=4))
+    layers = as_layers(net, batch)
+    net.scales, net.config.text = list(net.scales), copy.copy(net.config.text)
+    layers(batch)  # other objects with equal values
+    change(net)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=sentence):
+            layers(batch)
+
+
+def test_settings_are_read_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read = watch.settings_of
+    monkeypatch.setattr(watch, "settings_of", lambda x: reads.append(x) or read(x))
+    model, batch = gpt2()
+    layers = as_layers(model, batch)
+    reads.clear()
+    for _ in range(2):
+        layers(batch)
+    assert not reads
+    model.config.attn_pdrop = float("0")  # an equal number, and another object
+    for _ in range(2):
+        layers(batch)
+    assert len(reads) == len(set(map(id, reads))) > 0
+    model.config.attn_pdrop = 0.3
+    with pytest.raises(ConfigurationError, match=r"config\.attn_pdrop of .* is 0\.3 and was 0\.0"):
+        layers(batch)
+
+
 def test_a_copy_is_independent(net: Net, batch: Tensor) -> None:
     layers = as_layers(net, batch).eval()
     copied = copy.deepcopy(layers)
@@ -162,11 +236,9 @@ def test_the_dtype_is_that_of_the_conversion(net: Net, batch: Tensor) -> None:
 def test_batches_of_another_form_are_refused() -> None:
     model, batch = gpt2()
     layers = as_layers(model, batch)
-    for length in (1, 5, 13):
+    for length in (1, 5, 13, 16):
         other = {name: x.repeat(1, 2)[:, :length] for name, x in batch.items()}
         assert torch.equal(layers(other).logits, model(**other).logits)
-    with pytest.raises(ConfigurationError, match="recorded for lengths from 1 to 13: "):
-        layers({name: x.repeat(1, 2) for name, x in batch.items()})
     with pytest.raises(ConfigurationError, match=r"entries \['input_ids'\], and example_inputs"):
         layers({"input_ids": batch["input_ids"]})
     with pytest.raises(ConfigurationError, match=r"dtype torch\.int32"):
@@ -219,6 +291,18 @@ def test_layers_can_be_compiled() -> None:
         layer.compile(backend="aot_eager", fullgraph=number > 0)
     found = layers(batch).logits
     torch.testing.assert_close(found, model(**batch).logits, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_many_layers_can_be_compiled() -> None:
+    """torch limits how often it compiles one function, and layers share theirs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))).double()
+    batch = torch.ones(2, 4, dtype=torch.float64)
+    layers = as_layers(model, batch)
+    for layer in [*layers][1:]:
+        layer.compile(backend="eager", fullgraph=True)
+    assert torch.equal(layers(batch), model(batch))
 
 
 def test_autocast_is_followed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -392,7 +391,44 @@ def test_blocks_keep_no_graph() -> None:
     model = Reversed()
     model.blocks = nn.ModuleList(KeepsState() for _ in range(3))
     copy.deepcopy(as_layers(model, batch()))  # torch copies no tensor with a graph
-    assert all(x.last.grad_fn is None for x in model.blocks)
+    assert not any(hasattr(x, "last") for x in model.blocks)
+
+
+class KeepsInDict(Block):
+    """Keeps in evaluation what it computed from its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> KeepsInDict:
+        if mode:
+            self.kept = {}
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        assert scale is None
+        if self.training:
+            return super().forward(x, self.linear.weight.sum())
+        if "scale" not in self.kept:
+            self.kept["scale"] = self.linear.weight.sum()
+        return super().forward(x, self.kept["scale"])
+
+
+def test_nothing_that_blocks_compute_stays_in_them() -> None:
+    """Parameters that are loaded after the conversion would not fit it."""
+    model = Reversed()
+    model.blocks = nn.ModuleList(KeepsInDict() for _ in range(3))
+    model.eval()
+    layers = as_layers(model, batch())
+    assert not any(x.kept for x in model.blocks)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    layers.load_state_dict(other.state_dict())
+    assert torch.equal(layers(batch()), other(batch()))
 
 
 def test_modes_of_modules_stay() -> None:
@@ -414,55 +450,6 @@ class KeepsDropoutOff(ResidualAroundDropout):
 def test_overridden_modes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"train\(\) leaves module 'dropout'"):
         as_layers(KeepsDropoutOff(), batch())
-
-
-# --- lengths -----------------------------------------------------------------------------------
-
-
-class Tokens(Blocks):
-    """Embeds tokens, does something with their number, and embeds more."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH).double()
-        self.between = between
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.between(self.embedding(ids))
-        for block in self.blocks:
-            x = block(x)
-        return x[:, : ids.shape[1]]
-
-
-def padded(x: Tensor) -> Tensor:
-    return functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
-
-
-def near(x: Tensor) -> Tensor:
-    return x + x[:, : min(x.shape[1], 4)].sum(1, keepdim=True)
-
-
-def positions(x: Tensor) -> Tensor:
-    return x + torch.arange(x.shape[1])[:, None] + x.new_zeros(x.shape[0], 2 * x.shape[1] - 1).sum()
-
-
-@pytest.mark.parametrize(
-    ("between", "least", "most"), [(padded, 9, 11), (near, 5, 41), (positions, 1, 41)]
-)
-def test_lengths_are_those_for_which_the_layers_hold(
-    between: Callable[[Tensor], Tensor], least: int, most: int
-) -> None:
-    ids = torch.arange(44).reshape(4, 11) % 20
-    model = Tokens(between).eval()
-    layers = as_layers(model, ids).eval()
-    for length in range(1, 44):
-        part = ids[:3].repeat(1, 4)[:, :length]
-        if least <= length <= most:
-            assert torch.equal(layers(part), model(part))
-            continue
-        wanted = f"the batch has length {length}, .* as long as the longest batch"
-        with pytest.raises(ConfigurationError, match=wanted):
-            layers(part)
 
 
 # --- refused -----------------------------------------------------------------------------------
@@ -615,6 +602,21 @@ class GivesModuleToFunction(Blocks):
         return self.blocks[2](x)
 
 
+class ReadsGradientMode(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if torch.is_grad_enabled():
+            x = x * 2
+        return self.blocks[2](x)
+
+
+class ReadsRequiresGrad(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        scale = 2.0 if x.requires_grad and self.training else 1.0
+        return self.blocks[2](x * scale)
+
+
 class DependsOnBatch(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -640,6 +642,8 @@ class DependsOnBatch(Blocks):
             r"passes a module, or a function with a module or tensor in it, to a function",
         ),
         (ObserverUsedTwice, r"buffer 'observer\.largest' is changed in one layer and used in"),
+        (ReadsGradientMode, r"does something else under torch\.no_grad\(\).* self\.training"),
+        (ReadsRequiresGrad, r"does something else under torch\.no_grad\(\).* self\.training"),
         (DependsOnBatch, r"differs between batches of other sizes, and is no integer"),
     ],
 )
@@ -648,7 +652,13 @@ def test_the_sentence_says_what_and_where(model: type[nn.Module], sentence: str)
         as_layers(model(), batch())
 
 
-@pytest.mark.parametrize("model", [Numpy, Layerdrop, LoopOverBatch, DecidesByData, PassesObject])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(Numpy, Layerdrop, LoopOverBatch, DecidesByData, PassesObject),
+        *(ReadsGradientMode, ReadsRequiresGrad),
+    ],
+)
 def test_the_sentence_has_file_and_line(model: type[nn.Module]) -> None:
     with pytest.raises(ConfigurationError, match=r"test_between_blocks\.py:\d+: "):
         as_layers(model(), batch())
