@@ -34,6 +34,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "image": ("registry.example/train:1", "registry.example/train:2"),
     "family": ("resnet", ""),
     "args": (["--epochs", "3"], ["--epochs", "4"]),
+    "after": ([{"job": "prepare", "when": "ended"}], [{"job": "prepare", "when": "failed"}]),
     "num_stages": (2, 4),
     "stage_choices": ([1, 2, 4], [2, 4]),
     "process_per_stage": (True, False),

@@ -93,7 +93,8 @@ class SnapshotReader:
         hints, attempts = store.hint_texts(), store.num_attempts(unfinished=True)
         service, costs = store.attained_service(unfinished=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
-        jobs = store.jobs(unfinished=True)
+        # Jobs that wait for other jobs do not compete for slots yet.
+        jobs = [job for job in store.jobs(unfinished=True) if not job.state.waits_for]
         unfinished = mean_jobs(store, jobs, self._clock())
         teams, history = stored_teams(store), self._lengths.read()
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
@@ -114,8 +115,8 @@ class SnapshotReader:
             info = job_info(
                 spec,
                 told,
-                age=max(self._clock() - job.submitted_at, 0.0),
-                created=job.submitted_at,
+                age=max(self._clock() - job.ready_at, 0.0),
+                created=job.ready_at,
                 num_restarts=max(attempts.get(name, 0) - 1, 0),
                 restart_seconds=costs.get(name, self.restart_seconds),
                 rescale_seconds=_rescale_seconds(job.state, pauses.get(name)),
@@ -238,6 +239,6 @@ def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, 
     """
     if not jobs:
         return {}
-    lives = [(job.submitted_at, max(job.submitted_at, now)) for job in jobs]
+    lives = [(job.ready_at, max(job.ready_at, now)) for job in jobs]
     lives += store.overview.ended_since(min(begin for begin, _ in lives))
-    return Contention(lives).means({job.name: job.submitted_at for job in jobs}, now)
+    return Contention(lives).means({job.name: job.ready_at for job in jobs}, now)

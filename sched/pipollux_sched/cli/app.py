@@ -32,6 +32,7 @@ COMMANDS = {
     "apply": _Entry("apply", "Carry out a plan after confirmation."),
     "serve": _Entry("serve", "Run the scheduler in the foreground."),
     "submit": _Entry("submit", "Submit jobs to a running scheduler."),
+    "run": _Entry("run", "Run one script as a job, and follow its log."),
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
     "describe": _Entry("describe", "Show the details of a job."),
     "explain": _Entry("explain", "Explain a job's allocation, or why it is queued."),

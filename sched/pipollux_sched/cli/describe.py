@@ -131,11 +131,16 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             told = ", ".join(f"{key}={clean(v)}" for key, v in value.items() if v)
         elif isinstance(value, list | tuple):
-            told = " ".join(clean(entry) for entry in value)
+            told = " ".join(clean(_entry(entry)) for entry in value)
         else:
             told = str(value).lower() if isinstance(value, bool) else clean(value)
         if told:
             yield name, told
+
+
+def _entry(entry: object) -> object:
+    """Return an entry of a list; a dependency is spelled as in `submit --after`."""
+    return ":".join(map(str, entry.values())) if isinstance(entry, Mapping) else entry
 
 
 def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:

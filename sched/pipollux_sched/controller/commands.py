@@ -28,7 +28,7 @@ from pipollux_sched.lifecycle import (
     WaitingToJoin,
 )
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
-from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, parse_job, spell_cycle
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import (
@@ -97,12 +97,15 @@ class JobService:
                 the backend starts no containers.
             JobExistsError: a job of this name is running, queued or complete.
             TeamFullError: its team has reached its limit of unfinished jobs.
+            DependencyError: it waits for an unknown job, or can never start.
         """
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
         """Accept many jobs: all or, if one is rejected, none, with the errors of `submit`."""
         self._check_running()
+        if cycle := cycle_of(specs):
+            raise SpecError(f"job '{cycle[0]}': after: {spell_cycle(cycle)}")
         fitting = []
         teams, nodes = stored_teams(self._store), self._nodes()
         for spec in specs:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .state import Outcome
+from .state import Dependency, Outcome, Phase
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class Submit:
     """A user submits the job; a failed or cancelled one continues."""
 
     max_restarts: int = 3
+    waits_for: tuple[Dependency, ...] = ()
+    """Unfinished jobs that have to end first."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,17 @@ class Rerun:
     max_restarts: int = 3
     from_scratch: bool = False
     """Whether it starts from scratch; else it continues from its last checkpoint."""
+    waits_for: tuple[Dependency, ...] = ()
+
+
+@dataclass(frozen=True)
+class DependencyEnded:
+    """A job that others may wait for has ended."""
+
+    job: str
+    phase: Phase
+    how: str
+    """How it ended, as the end of a sentence: "failed", "was cancelled", …"""
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,7 @@ class Recover:
 Event: TypeAlias = (
     Submit
     | Rerun
+    | DependencyEnded
     | Allocate
     | Started
     | FirstStep

@@ -96,6 +96,10 @@ def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:
     idle = state.phase in (Phase.CREATED, Phase.QUEUED, Phase.SUSPENDED)
     yield "a job that waits for an allocation has none", not idle or empty
     restarts = state.phase is Phase.RESTARTING
+    yield (
+        "a job that waits for others has no allocation",
+        not state.waits_for or (empty and state.phase in (Phase.QUEUED, Phase.SUSPENDED)),
+    )
     yield "a job that restarts has an allocation", not restarts or bool(state.assigned)
     stops = state.running_on and state.intent not in (None, Intent.MOVE)
     yield (

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .events import Action, Record, Recover, Rerun, Stop
+from .events import Action, DependencyEnded, Record, Recover, Rerun, Stop
 from .resizes import again
 from .state import Intent, JobState, Phase
 from .steps import (
     DEADLINE,
     NOT_ADOPTED,
+    WAITS_FOR_JOBS,
     Transition,
     ended_early,
     enter,
+    hold_back,
     set_aside,
     stop,
     stopped_record,
@@ -66,6 +68,8 @@ def resume(state: JobState, now: float) -> Transition:
     record = Record("resumed", state.attempt or None)
     if state.running_on:  # it still stops; then it waits like a job that the allocator suspended
         return free, (record,)
+    if state.waits_for:
+        return hold_back(free, now), (record,)
     message = "The job was resumed, and waits for the allocator."
     return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
 
@@ -77,10 +81,41 @@ def rerun(state: JobState, event: Rerun, now: float) -> Transition:
         return state, ()
     first = state.attempt + 1 if event.from_scratch else state.first_attempt
     where = "the start" if event.from_scratch else "its last checkpoint"
-    fresh = replace(state, failures=0, max_restarts=event.max_restarts, first_attempt=first)
+    fresh = replace(
+        state,
+        failures=0,
+        max_restarts=event.max_restarts,
+        first_attempt=first,
+        waits_for=event.waits_for,
+        ready_at=None,
+    )
     record = Record("rerun", None, {"from_scratch": event.from_scratch})
+    if event.waits_for:
+        return hold_back(fresh, now), (record,)
     message = f"The job is run again, from {where}."
     return enter(fresh, Phase.CREATED, "RunAgain", message, now), (record,)
+
+
+def dependency_ended(state: JobState, event: DependencyEnded, now: float) -> Transition:
+    """Let the job start if this was the last one that it waited for; fail it if it never can."""
+    mine = next((entry for entry in state.waits_for if entry.job == event.job), None)
+    if state.phase.ended or mine is None:
+        return state, ()
+    if not mine.met_by(event.phase):
+        why = f"The job can never start: it waits for {mine}, which {event.how}."
+        record = Record("failed", state.attempt or None, {"why": why})
+        return enter(state, Phase.FAILED, "DependencyNotMet", why, now), (record,)
+    left = tuple(entry for entry in state.waits_for if entry is not mine)
+    held = state.reason == WAITS_FOR_JOBS
+    if left:
+        waiting = replace(state, waits_for=left)
+        return (hold_back(waiting, now) if held else waiting), ()
+    free = replace(state, waits_for=(), ready_at=now)
+    record = Record("ready", state.attempt or None)
+    if not held:  # its user suspended it meanwhile
+        return free, (record,)
+    message = "The jobs that it waited for have ended."
+    return enter(free, Phase.CREATED, "Ready", message, now), (record,)
 
 
 def shutdown(state: JobState, now: float) -> Transition:
@@ -120,7 +155,7 @@ def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transiti
 
 def recover(state: JobState, event: Recover, now: float) -> Transition:
     """Queue a job of which a new scheduler has found no process."""
-    if state.phase.ended:
+    if state.phase.ended or state.waits_for:
         return state, ()
     stopped = stopped_record(state.attempt, event.step, event.checkpoint)
     lost = (stopped,) if state.running_on else ()

@@ -50,6 +50,33 @@ class Outcome(StrEnum):
     """Anything else."""
 
 
+class When(StrEnum):
+    """How a job has to end for another one that waits for it."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """It failed, was cancelled, or can never start."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """A job that another one waits for."""
+
+    job: str
+    when: When = When.SUCCEEDED
+
+    def met_by(self, phase: Phase) -> bool:
+        """Return whether a job that has ended in this phase is what was waited for."""
+        wanted = {When.SUCCEEDED: Phase.COMPLETE, When.FAILED: Phase.FAILED}
+        return wanted.get(self.when, phase) is phase
+
+    def __str__(self) -> str:
+        """Return it as the end of a sentence that begins with "waits for"."""
+        verbs = {When.SUCCEEDED: "complete", When.FAILED: "fail", When.ENDED: "end"}
+        return f"job {self.job} to {verbs[self.when]}"
+
+
 @dataclass(frozen=True)
 class Condition:
     """One condition of a job, in the form of Kubeflow's TrainJob."""
@@ -160,6 +187,10 @@ class JobState:
     """Most such failures that lead to a restart."""
     first_attempt: int = 1
     """First attempt of the present run; checkpoints of earlier runs are left alone."""
+    waits_for: tuple[Dependency, ...] = ()
+    """Jobs that have not ended yet, and have to before this one may start."""
+    ready_at: float | None = None
+    """Time at which the last job that it waited for ended; None: it waits, or never did."""
 
     @property
     def condition(self) -> Condition | None:

@@ -26,6 +26,7 @@ from .events import (
     Cancel,
     ChangeOverdue,
     ChangeRefused,
+    DependencyEnded,
     ElasticReady,
     Event,
     Exited,
@@ -58,6 +59,7 @@ from .steps import (
     Transition,
     ended_early,
     enter,
+    hold_back,
     set_aside,
     start,
     stop,
@@ -92,6 +94,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _submit(state, event, now)
         case Rerun():
             return requests.rerun(state, event, now)
+        case DependencyEnded():
+            return requests.dependency_ended(state, event, now)
         case Allocate():
             return _allocate(state, event, now)
         case Started():
@@ -144,10 +148,15 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
 
 def _submit(state: JobState, event: Submit, now: float) -> Transition:
     if state.phase is Phase.CREATED:
-        fresh = replace(state, max_restarts=event.max_restarts)
+        fresh = replace(state, max_restarts=event.max_restarts, waits_for=event.waits_for)
+        if event.waits_for:
+            return hold_back(fresh, now), ()
         return enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
     if state.phase is Phase.FAILED:
-        fresh = replace(state, max_restarts=event.max_restarts, failures=0)
+        changes: dict[str, Any] = {"failures": 0, "waits_for": event.waits_for, "ready_at": None}
+        fresh = replace(state, max_restarts=event.max_restarts, **changes)
+        if event.waits_for:
+            return hold_back(fresh, now), ()
         message = "The job was submitted again and continues from its last checkpoint."
         return enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
     return state, ()
@@ -155,7 +164,7 @@ def _submit(state: JobState, event: Submit, now: float) -> Transition:
 
 def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
-    if state.phase.ended or state.suspended or state.intent is not None:
+    if state.phase.ended or state.suspended or state.waits_for or state.intent is not None:
         return state, ()
     if state.membership.change is not None:  # the next decision comes after the resize
         return state, ()

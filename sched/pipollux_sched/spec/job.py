@@ -23,10 +23,11 @@ from pydantic import (
 )
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
+from pipollux_sched.utils.yaml_file import SpecError, YamlFile, parse_yaml, read_yaml_file
 from pipollux_utils.units import parse_bytes, parse_duration
 from pipollux_utils.validation import problem_at, problems
 
+from .dependencies import Dependency, check_dependencies, find_cycle, spelled_out
 from .hints import HintsField
 from .names import (
     MOST_OF_IMAGE,
@@ -194,6 +195,11 @@ class JobSpec(Spec):
         default=(), description="a list of texts"
     )
     """Arguments of the script or of the image's entry point."""
+    after: Annotated[
+        List[Dependency], BeforeValidator(spelled_out), AfterValidator(check_dependencies)
+    ] = Field(default=(), description="a list of names of jobs, or of {job: NAME, when: ended}")
+    """Jobs that have to end before this one starts. A name waits for success; `when` is
+    `succeeded`, `failed` or `ended`."""
     num_stages: Count = 1
     """Number K of stages of a replica, one slot each; a replica lies on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
@@ -356,7 +362,24 @@ class JobBatch(Spec):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_names("jobs", [job.name for job in self.jobs])
+        cycle = cycle_of(self.jobs)
+        if cycle is not None:
+            index = [job.name for job in self.jobs].index(cycle[0])
+            raise problem_at(("jobs", index, "after"), spell_cycle(cycle))
         return self
+
+
+def cycle_of(jobs: Sequence[JobSpec]) -> list[str] | None:
+    """Return jobs that wait for each other in a circle: see `find_cycle`."""
+    return find_cycle({job.name: [entry.job for entry in job.after] for job in jobs})
+
+
+def spell_cycle(cycle: Sequence[str]) -> str:
+    """Explain why jobs that wait for each other in a circle are refused."""
+    return (
+        f"jobs that wait for each other in a circle never start ({' after '.join(cycle)}); remove "
+        "one of the dependencies"
+    )
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
@@ -380,6 +403,11 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
     return list(load_model(read_yaml_file(path, "jobs:"), JobBatch).jobs)
+
+
+def parse_jobs(text: str, source: str) -> list[JobSpec]:
+    """Return the jobs in the text of a `jobs.yaml`; `source` names it in errors."""
+    return list(load_model(parse_yaml(text, Path(source), "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .attempts import AttemptCounts, moving_average
 from .errors import (
     ConflictError,
+    DependencyError,
     JobEndedError,
     JobExistsError,
     JobUnfinishedError,
@@ -35,6 +36,7 @@ __all__ = [
     "AttemptRecord",
     "CompletedRecord",
     "ConflictError",
+    "DependencyError",
     "Discovery",
     "Glance",
     "Holder",

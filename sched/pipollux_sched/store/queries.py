@@ -87,8 +87,9 @@ class Overview:
             }
 
     def ended_since(self, moment: float) -> list[tuple[float, float]]:
-        """Return the submission and end times of the jobs that ended after a time."""
-        query = select(JobRow.submitted_at, JobRow.ended_at).where(JobRow.ended_at > moment)
+        """Return when the jobs that ended after a time could have started, and ended."""
+        ready = func.coalesce(JobRow.ready_at, JobRow.submitted_at)
+        query = select(ready, JobRow.ended_at).where(JobRow.ended_at > moment)
         with self._database.read() as session:
             return [(row[0], row[1] or moment) for row in session.execute(query)]
 

@@ -10,11 +10,13 @@ from typing import Any
 from pipollux_sched.lifecycle import (
     ChangeStage,
     Condition,
+    Dependency,
     Intent,
     JobState,
     Membership,
     PendingResize,
     Phase,
+    When,
 )
 from pipollux_sched.spec.variables import hide_values
 
@@ -40,6 +42,11 @@ class JobRecord:
     def phase(self) -> Phase:
         """Short for ``state.phase``."""
         return self.state.phase
+
+    @property
+    def ready_at(self) -> float:
+        """The time from which it could have started: its submission, unless it waited for jobs."""
+        return self.submitted_at if self.state.ready_at is None else self.state.ready_at
 
     def to_json_object(self) -> dict[str, Any]:
         """Return the job as plain JSON data, without its token."""
@@ -148,7 +155,7 @@ class Timeline:
 
 _SAME = (
     *("attempt", "num_stages", "running_stages", "training", "suspended"),
-    *("failures", "interruptions", "max_restarts", "first_attempt"),
+    *("failures", "interruptions", "max_restarts", "first_attempt", "ready_at"),
 )
 """Fields that a job's state and its row have in the same form."""
 
@@ -168,6 +175,7 @@ def job_state(row: JobRow) -> JobState:
         running_on=tuple(row.running_on),
         intent=Intent(row.intent) if row.intent else None,
         membership=_membership(row),
+        waits_for=tuple(Dependency(e["job"], When(e["when"])) for e in row.waits_for or ()),
         **{name: getattr(row, name) for name in _SAME},
     )
 
@@ -195,6 +203,8 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     for name in _SAME:
         setattr(row, name, getattr(state, name))
     row.membership = asdict(state.membership) if state.running_on else None
+    waits = [{"job": entry.job, "when": entry.when.value} for entry in state.waits_for]
+    row.waits_for = waits or None
 
 
 def job_record(row: JobRow) -> JobRecord:

@@ -131,6 +131,7 @@ class Store:
         Raises:
             JobExistsError: a job with this name has not ended, or is complete.
             TeamFullError: its team has reached its limit of unfinished jobs.
+            DependencyError: it waits for an unknown job, or can never start.
         """
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 

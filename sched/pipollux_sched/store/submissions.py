@@ -13,6 +13,7 @@ from pipollux_sched.lifecycle import JobState, Phase, Rerun, Submit
 from pipollux_sched.spec.variables import hide_values
 
 from . import deletion, journal
+from .dependencies import waits_of
 from .errors import JobEndedError, JobExistsError, JobUnfinishedError
 from .journal import Change
 from .records import write_job_state
@@ -55,10 +56,11 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
         row.spec, row.token, row.ended_at = dict(entry.spec), entry.token, None
         row.deadline_at = None if entry.deadline is None else now + entry.deadline
     session.flush()
+    waits = [waits_of(session, entry.name, entry.spec, names) for entry in submissions]
     changes = []
-    for entry in submissions:
+    for entry, waits_for in zip(submissions, waits, strict=True):
         journal.log(session, now, "submitted", entry.name, None, {"spec": hide_values(entry.spec)})
-        submit = Submit(entry.max_restarts)
+        submit = Submit(entry.max_restarts, waits_for)
         changes.append(journal.advance_job(session, rows[entry.name], submit, now))
     return changes
 
@@ -80,7 +82,9 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
     deadline = row.spec.get("deadline")
     row.ended_at = None
     row.deadline_at = None if deadline is None else now + deadline
-    return journal.advance_job(session, row, Rerun(row.max_restarts, from_scratch), now)
+    # What a job has waited for once does not hold it back again.
+    waits = waits_of(session, name, row.spec) if row.attempt == 0 else ()
+    return journal.advance_job(session, row, Rerun(row.max_restarts, from_scratch, waits), now)
 
 
 def _check_free(taken: Sequence[JobRow]) -> None:

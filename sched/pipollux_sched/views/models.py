@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from pipollux_sched.lifecycle import CANCELLED, ChangeStage, Intent, Phase
+from pipollux_sched.lifecycle import CANCELLED, ChangeStage, Intent, Phase, When
 from pipollux_sched.report.event_text import told_line
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point
@@ -60,8 +60,18 @@ class MembershipView(View):
     change: ChangeView | None
 
 
+class DependencyView(View):
+    """A job that another one waits for, and how it has to end."""
+
+    job: str
+    when: When
+
+
 class JobView(View):
-    """A job; times are seconds since the epoch."""
+    """A job; times are seconds since the epoch.
+
+    `waits_for`: the jobs that have to end before it may start; `ready_at`: when the last one ended.
+    """
 
     name: str
     submitted_at: float
@@ -84,6 +94,8 @@ class JobView(View):
     interruptions: int
     max_restarts: int
     first_attempt: int
+    waits_for: list[DependencyView]
+    ready_at: float | None
     spec: dict[str, Any]
 
     @classmethod
