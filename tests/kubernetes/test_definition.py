@@ -94,7 +94,7 @@ def test_the_file_is_the_one_that_is_generated() -> None:
 
 
 def test_all_fields_of_a_job_file_have_values_here() -> None:
-    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation"}
+    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"}
 
 
 def test_what_a_job_file_says_a_resource_says(client: Client) -> None:

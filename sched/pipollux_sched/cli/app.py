@@ -34,6 +34,7 @@ COMMANDS = {
     "submit": _Entry("submit", "Submit jobs to a running scheduler."),
     "run": _Entry("run", "Run one script as a job, and follow its log."),
     "jobs": _Entry("jobs", "List jobs: phase, allocation, progress."),
+    "sweeps": _Entry("sweeps", "List sweeps, or the trials of one."),
     "describe": _Entry("describe", "Show the details of a job."),
     "explain": _Entry("explain", "Explain a job's allocation, or why it is queued."),
     "logs": _Entry("logs", "Print the logs of a job."),

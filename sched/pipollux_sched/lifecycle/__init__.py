@@ -38,6 +38,8 @@ from .events import (
     Submit,
     Survived,
     Suspend,
+    SweepEnded,
+    SweepProgress,
     Switched,
     WaitingToJoin,
 )
@@ -45,6 +47,7 @@ from .invariant import broken_rules
 from .resizes import can_survive, why_restart
 from .state import (
     CANCELLED,
+    PRUNED,
     ChangeStage,
     Condition,
     Dependency,
@@ -60,6 +63,7 @@ from .transitions import advance, backoff
 
 __all__ = [
     "CANCELLED",
+    "PRUNED",
     "Action",
     "Adopt",
     "Allocate",
@@ -104,6 +108,8 @@ __all__ = [
     "Submit",
     "Survived",
     "Suspend",
+    "SweepEnded",
+    "SweepProgress",
     "Switched",
     "WaitingToJoin",
     "When",

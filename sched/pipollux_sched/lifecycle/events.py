@@ -165,7 +165,25 @@ class Retry:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A user cancels the job."""
+    """A user cancels the job, or its sweep does."""
+
+    pruned: str | None = None
+    """Why a sweep prunes it: its processes end at once, without saving. None: it is cancelled."""
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """The trials of a sweep have come further."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class SweepEnded:
+    """All trials of a sweep have ended, or no more can start."""
+
+    complete: bool
+    message: str
 
 
 @dataclass(frozen=True)
@@ -268,6 +286,8 @@ Event: TypeAlias = (
     | Exited
     | Retry
     | Cancel
+    | SweepProgress
+    | SweepEnded
     | Suspend
     | Resume
     | Expire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .state import ChangeStage, Intent, JobState, Phase
+from .state import SWEEPING, ChangeStage, Intent, JobState, Phase
 
 
 def broken_rules(state: JobState) -> list[str]:
@@ -35,7 +35,7 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     moves = state.intent is Intent.MOVE
     yield (
         "a job is Running exactly while it has an attempt that does not move",
-        ((state.phase is Phase.RUNNING) == (runs and not moves)),
+        ((state.phase is Phase.RUNNING) == (runs and not moves)) or state.reason == SWEEPING,
     )
     yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
     yield "only a running attempt has an intent", runs or state.intent is None

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .events import Action, DependencyEnded, Record, Recover, Rerun, Stop
+from .events import (
+    Action,
+    Cancel,
+    DependencyEnded,
+    Kill,
+    Record,
+    Recover,
+    Rerun,
+    Stop,
+    SweepEnded,
+    SweepProgress,
+)
 from .resizes import again
-from .state import Intent, JobState, Phase
+from .state import PRUNED, SWEEPING, Intent, JobState, Phase
 from .steps import (
     DEADLINE,
     NOT_ADOPTED,
@@ -25,14 +36,46 @@ _FINAL = (Intent.CANCEL, Intent.EXPIRE)
 """Intents of a stop with which the job ends."""
 
 
-def cancel(state: JobState, now: float) -> Transition:
+def cancel(state: JobState, event: Cancel, now: float) -> Transition:
     """End the job: at once if nothing of it runs, else when it has saved."""
     if state.phase.ended:
         return state, ()
+    if event.pruned is not None:
+        return _prune(state, event.pruned, now)
     if not state.running_on:
         return ended_early(state, Intent.CANCEL, now)
     message = "The job was cancelled and is being stopped."
     return _stopping(state, "Stopping", message, "cancelled", now, intent=Intent.CANCEL)
+
+
+def _prune(state: JobState, why: str, now: float) -> Transition:
+    """End the job without a checkpoint, unless it is ending already."""
+    if state.intent in _FINAL:
+        return state, ()
+    pruned = enter(state, state.phase, PRUNED, why, now)
+    if not state.running_on:
+        return ended_early(pruned, Intent.CANCEL, now)
+    stopping = enter(state, Phase.RUNNING, PRUNED, why, now, intent=Intent.CANCEL)
+    record = Record("stopping", state.attempt, {"why": why})
+    return stopping, (record, Kill(state.attempt, why))
+
+
+def sweep_progress(state: JobState, event: SweepProgress, now: float) -> Transition:
+    """Say how far a sweep has come; it runs as long as it has trials to run."""
+    if state.phase.ended or state.suspended or state.waits_for:
+        return state, ()
+    return enter(state, Phase.RUNNING, SWEEPING, event.message, now), ()
+
+
+def sweep_ended(state: JobState, event: SweepEnded, now: float) -> Transition:
+    """End a sweep."""
+    if state.phase.ended:
+        return state, ()
+    if event.complete:
+        done = enter(state, Phase.COMPLETE, "Finished", event.message, now)
+        return done, (Record("complete", None, {"step": None, "epoch": None}),)
+    failed = enter(state, Phase.FAILED, "NoTrialComplete", event.message, now)
+    return failed, (Record("failed", None, {"why": event.message}),)
 
 
 def expire(state: JobState, why: str, now: float) -> Transition:
@@ -155,7 +198,7 @@ def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transiti
 
 def recover(state: JobState, event: Recover, now: float) -> Transition:
     """Queue a job of which a new scheduler has found no process."""
-    if state.phase.ended or state.waits_for:
+    if state.phase.ended or state.waits_for or state.reason == SWEEPING:
         return state, ()
     stopped = stopped_record(state.attempt, event.step, event.checkpoint)
     lost = (stopped,) if state.running_on else ()

@@ -9,6 +9,11 @@ from functools import cached_property
 CANCELLED = "Cancelled"
 """Displayed reason of the phase `FAILED` for a cancelled job."""
 
+PRUNED = "Pruned"
+"""The same for a trial of a sweep that was stopped because others are better."""
+SWEEPING = "Sweeping"
+"""Reason of the phase `RUNNING` of a sweep, which has no processes of its own."""
+
 
 class Phase(StrEnum):
     """The phase of a job; also the types of its conditions."""
@@ -209,8 +214,8 @@ class JobState:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the job has ended because its user cancelled it."""
-        return self.phase is Phase.FAILED and self.reason == CANCELLED
+        """Whether the job has ended because its user cancelled it, or its sweep pruned it."""
+        return self.phase is Phase.FAILED and self.reason in (CANCELLED, PRUNED)
 
     @property
     def message(self) -> str:

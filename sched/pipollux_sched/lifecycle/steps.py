@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .events import Action, Record, Start, Stop
-from .state import CANCELLED, Condition, Intent, JobState, Membership, Phase
+from .state import CANCELLED, PRUNED, Condition, Intent, JobState, Membership, Phase
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
@@ -98,8 +98,10 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
         record = Record("failed", state.attempt or None, {"why": why})
         return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
-    ended = enter(state, Phase.FAILED, CANCELLED, "The job was cancelled.", now)
-    return ended, (Record("cancelled", state.attempt or None),)
+    pruned = state.reason == PRUNED
+    reason, message = (PRUNED, state.message) if pruned else (CANCELLED, "The job was cancelled.")
+    ended = enter(state, Phase.FAILED, reason, message, now)
+    return ended, (Record("pruned" if pruned else "cancelled", state.attempt or None),)
 
 
 def hold_back(state: JobState, now: float) -> JobState:

@@ -50,6 +50,8 @@ from .events import (
     Submit,
     Survived,
     Suspend,
+    SweepEnded,
+    SweepProgress,
     Switched,
     WaitingToJoin,
 )
@@ -129,7 +131,11 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case NodeLost():
             return _node_lost(state, event, now)
         case Cancel():
-            return requests.cancel(state, now)
+            return requests.cancel(state, event, now)
+        case SweepProgress():
+            return requests.sweep_progress(state, event, now)
+        case SweepEnded():
+            return requests.sweep_ended(state, event, now)
         case Suspend():
             return requests.suspend(state, now)
         case Resume():

@@ -126,6 +126,8 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     if candidate is None:
         if pin is not None and pin.kind is LimitKind.SUSPENDED:
             waits = f"its user: pipollux resume {job.name}"
+        elif job.is_sweep:
+            waits = f"its trials: pipollux sweeps {job.name}"
         elif job.state.waits_for:
             waits = "; ".join(str(entry) for entry in job.state.waits_for)
         else:

@@ -38,6 +38,7 @@ from .names import (
     check_image,
     schema_bounds,
 )
+from .sweep import Parameters, SweepSpec, check_placeholders, fill_in, trial_name
 from .variables import check_variables
 
 MOST_BYTES = 100_000
@@ -200,6 +201,11 @@ class JobSpec(Spec):
     ] = Field(default=(), description="a list of names of jobs, or of {job: NAME, when: ended}")
     """Jobs that have to end before this one starts. A name waits for success; `when` is
     `succeeded`, `failed` or `ended`."""
+    sweep: SweepSpec | None = Field(
+        default=None, description="a mapping such as {grid: {lr: [0.1, 0.01]}}"
+    )
+    """Runs the job many times with different parameters, which replace placeholders such as
+    `{lr}` in `args`."""
     num_stages: Count = 1
     """Number K of stages of a replica, one slot each; a replica lies on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
@@ -292,6 +298,8 @@ class JobSpec(Spec):
                 "lower the one or raise the other",
             )
         self._check_choices()
+        if self.sweep is not None:
+            self._check_sweep(self.sweep)
         running = len(self.allocation)
         if running and not self.min_replicas <= running <= self.max_replicas:
             raise problem_at(
@@ -320,6 +328,30 @@ class JobSpec(Spec):
                     f"'{folder}' is relative, but a job with an image begins in no folder of this "
                     "machine; give a path that begins with '/'",
                 )
+
+    def _check_sweep(self, sweep: SweepSpec) -> None:
+        check_placeholders(self.args, sweep.names)
+        last = trial_name(self.name, sweep.num_trials - 1)
+        if len(last) > NAME_LENGTH:
+            raise problem_at(
+                ("name",),
+                f"'{self.name}' is too long for a sweep: the name of its last trial, {last}, has "
+                f"{len(last)} characters, at most {NAME_LENGTH} are allowed; shorten it",
+            )
+        for name in ("checkpoint_dir", "allocation"):
+            if getattr(self, name):
+                raise problem_at((name,), "is for one job; leave it out of a sweep")
+
+    def of_trial(self, number: int, parameters: Parameters) -> Self:
+        """Return the job of a trial of this sweep."""
+        changes = {
+            "name": trial_name(self.name, number),
+            "args": tuple(fill_in(text, parameters) for text in self.args),
+            "sweep": None,
+            "after": (),
+            "deadline": None,
+        }
+        return self.model_copy(update=changes)
 
     def _check_choices(self) -> None:
         requested, choices = self.requested_replicas, self.stage_choices

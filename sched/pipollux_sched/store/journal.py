@@ -32,7 +32,7 @@ from pipollux_sched.lifecycle import (
     advance,
 )
 
-from . import dependencies
+from . import dependencies, sweeps
 from .attempts import CHANGED, ENDED
 from .errors import JobEndedError, StaleAttemptError, UnknownJobError
 from .heartbeats import drop_heartbeats
@@ -97,6 +97,8 @@ def advance_job(
     for action in actions:
         _keep_action(session, row, after, action, now)
     if after.phase.ended and not before.phase.ended:
+        if row.trial is not None:
+            sweeps.end_trial(session, row, after)
         # Nothing of these jobs runs, so there is nothing to carry out.
         for waiting in dependencies.waiting_for(session, row.name):
             advance_job(session, waiting, dependencies.end_of(row.name, after), now)

@@ -37,6 +37,17 @@ class JobRecord:
     deadline_at: float | None
     """Time at which the job is ended, complete or not; None: never."""
     state: JobState
+    sweep: str | None = None
+    """The sweep that it is a trial of; its own name: it is the sweep. None: it is neither."""
+    trial: int | None = None
+    """Number of the trial; None: it is none."""
+    parameters: Mapping[str, Any] | None = None
+    """Parameters of the trial."""
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is a sweep, which has trials and no processes."""
+        return self.sweep is not None and self.trial is None
 
     @property
     def phase(self) -> Phase:
@@ -64,6 +75,9 @@ class JobRecord:
             "reason": self.state.reason,
             "message": self.state.message,
             "conditions": conditions,
+            "sweep": self.sweep,
+            "trial": self.trial,
+            "parameters": None if self.parameters is None else dict(self.parameters),
             "spec": hide_values(self.spec),
         }
 
@@ -210,7 +224,8 @@ def write_job_state(row: JobRow, state: JobState) -> None:
 def job_record(row: JobRow) -> JobRecord:
     """Return a copy of a job's row."""
     times = row.submitted_at, row.ended_at, row.deadline_at
-    return JobRecord(row.name, row.spec, row.token, *times, job_state(row))
+    of_sweep = row.sweep, row.trial, row.parameters
+    return JobRecord(row.name, row.spec, row.token, *times, job_state(row), *of_sweep)
 
 
 def node_record(row: NodeRow) -> NodeRecord:

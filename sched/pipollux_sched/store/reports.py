@@ -14,7 +14,7 @@ from pipollux_sched.lifecycle import FirstStep
 from . import journal
 from .errors import StoreError
 from .records import Point, Timeline
-from .tables import Base, EventRow, HintsRow, JobRow, PointRow
+from .tables import Base, EventRow, HintsRow, JobRow, MetricRow, PointRow
 
 _JOBS = Base.metadata.tables[JobRow.__tablename__]
 _HINTS = Base.metadata.tables[HintsRow.__tablename__]
@@ -84,6 +84,15 @@ def _execute(session: Session, statement: Any, rows: Sequence[Mapping[str, Any]]
         session.execute(statement, rows)
 
 
+class MetricValue(NamedTuple):
+    """A value of a metric of one job."""
+
+    name: str
+    step: int
+    value: float | None
+    """None: it was not finite."""
+
+
 class ReceivedReport(NamedTuple):
     """A report of one job, as received."""
 
@@ -91,6 +100,7 @@ class ReceivedReport(NamedTuple):
     attempt: int
     points: Sequence[Point]
     timeline: Timeline | None = None
+    metrics: Sequence[MetricValue] = ()
 
 
 class _Present(NamedTuple):
@@ -120,6 +130,8 @@ def keep_reports(
             present[each.job] = job._replace(trains=True)
         outcomes.append(first)
         events += _events(each, now)
+        for metric in each.metrics:
+            session.merge(MetricRow(job=each.job, time=now, **metric._asdict()))
         points += ({"job": each.job, **point.__dict__} for point in each.points)
     if not events:
         return outcomes

@@ -31,8 +31,8 @@ _HEADER = """\
 # Generated; write it anew after a change of the job file:
 #   python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml
 """
-_NOT_IN_RESOURCE = ("name", "allocation")
-"""Fields of a job file that a resource expresses otherwise: by its name and its status."""
+_NOT_IN_RESOURCE = ("name", "allocation", "sweep")
+"""Fields of a job file that a resource has otherwise, as its name or status, or not at all."""
 _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""

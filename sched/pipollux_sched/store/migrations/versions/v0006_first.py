@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-revision = "0005"
+revision = "0006"
 down_revision = None
 
 
