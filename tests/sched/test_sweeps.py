@@ -108,7 +108,7 @@ def test_a_search_goes_on_with_another_scheduler(directory: Path, tmp_path: Path
 @pytest.mark.usefixtures("light_agent")
 def test_a_hopeless_trial_frees_its_slots(directory: Path, tmp_path: Path) -> None:
     sweep = {
-        "list": [{"lr": 0.01}] * 5 + [{"lr": 0.9}, {"lr": 0.02}],
+        "list": [*[{"lr": 0.01}] * 5, {"lr": 0.9}, {"lr": 0.01}],
         "pruner": "median",
         "metric": "error",
         "max_parallel": 1,

@@ -86,7 +86,7 @@ class JobWait:
             time.sleep(POLL_INTERVAL)
 
     def _ended(self, client: Client) -> list[JobView] | None:
-        found = {job.name: job for job in client.jobs() if job.name in self._names}
+        found = {job.name: job for job in client.jobs(trials=False) if job.name in self._names}
         if len(found) < len(self._names):
             raise CommandError(f"{min(self._names - found.keys())} was deleted meanwhile")
         return [*found.values()] if all(job.phase.ended for job in found.values()) else None

@@ -202,6 +202,9 @@ class JobService:
         spec = parse_job(self._store.job(name).spec).model_copy(update=changes)
         check_team(spec, stored_teams(self._store))
         job = self._store.teams.move(name, team)
+        if job.is_sweep:
+            for trial in self._store.sweeps.unfinished(name):
+                self._store.teams.move(trial.name, team)
         self._reconsider()
         return job
 

@@ -27,7 +27,10 @@ def why_no_optuna(spec: SweepSpec) -> str | None:
     if not (spec.search or spec.pruner != "none") or find_spec("optuna") is not None:
         return None
     need = "a search" if spec.search else "a pruner"
-    return f"{need} needs Optuna; install pipollux[sweep] where the scheduler runs"
+    return (
+        f"{need} needs Optuna; install it where the scheduler runs, with: "
+        "pip install 'pipollux[sweep]'"
+    )
 
 
 class Search:

@@ -68,7 +68,7 @@ class SweepLoop:
             began = time.monotonic()
             try:
                 self.step()
-            except Exception as error:  # an error of one sweep must not end the others
+            except Exception as error:  # the store may be unavailable for a while
                 if ending.is_set():
                     return
                 failures.failed(error)
@@ -82,8 +82,14 @@ class SweepLoop:
         active = self._store.sweeps.active()
         for gone in self._curves.keys() - {sweep.name for sweep in active}:
             del self._curves[gone]
+        failed: list[Exception] = []
         for sweep in active:
-            self._look_at(sweep)
+            try:
+                self._look_at(sweep)
+            except Exception as error:  # which must not hold up the other sweeps
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def _look_at(self, sweep: JobRecord) -> None:
         if sweep.phase.ended:

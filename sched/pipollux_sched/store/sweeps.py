@@ -213,7 +213,7 @@ def _parts(name: str) -> tuple[str, int] | None:
 
 def curves_of(
     session: Session, jobs: Sequence[str], metric: str, unfinished: Collection[str] = ()
-) -> dict[str, Curve]:
+) -> Mapping[str, Curve]:
     """Return the values of a metric by job and step; jobs without values are left out.
 
     The mean loss of the current epoch of `unfinished` jobs is not final, and left out, too.

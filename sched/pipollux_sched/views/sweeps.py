@@ -35,7 +35,7 @@ def sweep_details(store: Store, name: str) -> SweepDetails:
 def _sweep(store: Store, job: JobRecord, counts: Mapping[TrialState, int]) -> SweepView:
     spec, view = _spec(job), JobView.of(job)
     best = store.sweeps.best(job.name, spec)
-    known = {state.value: counts.get(state, 0) for state in TrialState}
+    known = {state: counts.get(state, 0) for state in TrialState}
     # The trials that a search has not proposed yet wait, too.
     known[TrialState.WAITING] += spec.num_trials - sum(counts.values())
     return SweepView(

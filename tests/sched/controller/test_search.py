@@ -106,6 +106,7 @@ def test_what_needs_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_no_optuna(SweepSpec.model_validate(grid)) is None
     needs = SweepSpec.model_validate({**grid, "pruner": "median"})
     assert why_no_optuna(needs) == (
-        "a pruner needs Optuna; install pipollux[sweep] where the scheduler runs"
+        "a pruner needs Optuna; install it where the scheduler runs, with: "
+        "pip install 'pipollux[sweep]'"
     )
     assert (why_no_optuna(spec()) or "").startswith("a search needs Optuna")

@@ -123,8 +123,8 @@ def jobs(
 
     The header `X-Total-Count` has the number of jobs on all pages.
     """
-    page = {"offset": offset, "limit": limit}
-    query = replace(IN_ORDER, phases=phase, name=name.strip(), trials=trials, **page)
+    wanted = replace(IN_ORDER, phases=phase, name=name.strip(), trials=trials)
+    query = replace(wanted, offset=offset, limit=limit)
     found, num_found = list_jobs(store, query)
     response.headers[TOTAL_HEADER] = str(num_found)
     return found
