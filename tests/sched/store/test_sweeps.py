@@ -18,6 +18,7 @@ from pipollux_sched.store import (
     Store,
     Submission,
     TrialState,
+    reports,
 )
 from pipollux_sched.views.sweeps import list_sweeps, sweep_details
 from tests.cli.kept import HINTS
@@ -114,6 +115,25 @@ def test_the_loss_of_an_epoch_is_its_mean(store: Store) -> None:
     measure(store, "losses-1", (7, 0.25), name="loss")  # the script's own word counts
     end(store, "losses-1")
     assert store.sweeps.trials("losses")[1].value == 0.25
+
+
+def test_very_many_values_are_thinned_to_the_same_steps(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "MOST_VALUES", 100)
+    rates = spec("rates")
+    submit(store, rates)
+    start(store, rates, 0, 1)
+    for number, first in ((0, 0), (1, 3)):
+        for begin in range(first, 250, 25):
+            values = [(step, float(step)) for step in range(begin, begin + 25)]
+            measure(store, f"rates-{number}", *values)
+    curves = store.sweeps.curves("rates", "error")
+    assert all(25 <= len(curve) <= 101 for curve in curves.values())
+    assert (max(curves[0]), max(curves[1])) == (249, 252)
+    both = curves[0].keys() & curves[1].keys()
+    assert len(both) >= 25
+    assert all(curves[0][step] == step for step in both)
 
 
 def test_how_trials_end(store: Store) -> None:
