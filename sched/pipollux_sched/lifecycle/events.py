@@ -26,6 +26,8 @@ class Rerun:
     from_scratch: bool = False
     """Whether it starts from scratch; else it continues from its last checkpoint."""
     waits_for: tuple[Dependency, ...] = ()
+    more_trials: bool = False
+    """Whether it is a sweep with trials that have failed or not run, although it is complete."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ def resume(state: JobState, now: float) -> Transition:
 
 def rerun(state: JobState, event: Rerun, now: float) -> Transition:
     """Rerun an ended job from its last checkpoint or from scratch, as a complete job must be."""
-    nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
+    more = event.from_scratch or event.more_trials
+    nothing_left = state.phase is Phase.COMPLETE and not more
     if not state.phase.ended or nothing_left:
         return state, ()
     first = state.attempt + 1 if event.from_scratch else state.first_attempt

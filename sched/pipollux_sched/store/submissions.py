@@ -86,15 +86,16 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
     phase = Phase(row.phase)
     if not phase.ended:
         raise JobUnfinishedError(f"job {name!r} is {phase}; only a job that has ended is run again")
-    if phase is Phase.COMPLETE and not from_scratch:
+    _check_rerun(row, from_scratch=from_scratch)
+    more = row.sweep is not None and sweeps.try_again(session, name)
+    if phase is Phase.COMPLETE and row.sweep is not None and not more:
+        raise JobEndedError(f"sweep {name!r} is complete, and no trial has failed")
+    if phase is Phase.COMPLETE and not (from_scratch or more):
         raise JobEndedError(
             f"job {name!r} is complete and cannot continue; to train it again from the "
             f"start: pipollux rerun {name} --from-scratch"
         )
-    _check_rerun(row, from_scratch=from_scratch)
     check_submit_limits(session, [row.spec])
-    if row.sweep is not None:
-        sweeps.try_again(session, name)
     if from_scratch:  # hints and metrics describe the end of the earlier training
         session.execute(delete(HintsRow).where(HintsRow.job == name))
         session.execute(delete(MetricRow).where(MetricRow.job == name))
@@ -102,8 +103,10 @@ def run_again(session: Session, name: str, now: float, *, from_scratch: bool) ->
     row.ended_at = None
     row.deadline_at = None if deadline is None else now + deadline
     # What a job has waited for once does not hold it back again.
-    waits = waits_of(session, name, row.spec) if row.attempt == 0 else ()
-    return journal.advance_job(session, row, Rerun(row.max_restarts, from_scratch, waits), now)
+    begun = row.attempt > 0 or sweeps.has_begun(session, name)
+    waits = () if begun else waits_of(session, name, row.spec)
+    rerun = Rerun(row.max_restarts, from_scratch, waits, more)
+    return journal.advance_job(session, row, rerun, now)
 
 
 def _check_kinds(

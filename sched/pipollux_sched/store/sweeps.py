@@ -163,11 +163,18 @@ def start_trial(session: Session, sweep: str, number: int) -> None:
     session.execute(update(TrialRow).where(*mine).values(state=state, value=None))
 
 
-def try_again(session: Session, sweep: str) -> None:
-    """Let the trials of a sweep that failed or were cancelled run again."""
+def has_begun(session: Session, sweep: str) -> bool:
+    """Return whether a sweep has a trial with a job."""
+    mine = (JobRow.sweep == sweep, JobRow.trial.is_not(None))
+    return session.scalar(select(JobRow.id).where(*mine).limit(1)) is not None
+
+
+def try_again(session: Session, sweep: str) -> bool:
+    """Let the trials of a sweep that failed or were cancelled run again; return whether any did."""
     again = (TrialState.FAILED.value, TrialState.CANCELLED.value)
     mine = (TrialRow.sweep == sweep, TrialRow.state.in_(again))
-    session.execute(update(TrialRow).where(*mine).values(state=TrialState.WAITING.value))
+    to_wait = update(TrialRow).where(*mine).values(state=TrialState.WAITING.value)
+    return bool(session.scalars(to_wait.returning(TrialRow.number)).all())
 
 
 def end_trial(session: Session, job: JobRow, state: JobState) -> None:

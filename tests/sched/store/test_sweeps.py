@@ -167,9 +167,35 @@ def test_how_trials_end(store: Store) -> None:
     assert states(store, "rates") == [
         *(TrialState.PRUNED, TrialState.WAITING, TrialState.WAITING),
     ]
-    start(store, rates, 1)
+    start(store, rates, 1, 2)
     assert store.job("rates-1").state.attempt == 2
+    end(store, "rates-2", Outcome.FAILED)
+    store.transition("rates", SweepEnded(complete=True, message="It is over."))
+    assert store.rerun("rates", from_scratch=False).job.phase is Phase.CREATED
+    assert states(store, "rates")[2] is TrialState.WAITING
+    start(store, rates, 2)
+    end(store, "rates-2")
+    store.transition("rates", SweepEnded(complete=True, message="It is over."))
+    with pytest.raises(JobEndedError, match="is complete, and no trial has failed"):
+        store.rerun("rates", from_scratch=False)
     assert states(store, "rates")[1] is TrialState.UNFINISHED
+
+
+def test_a_sweep_waits_for_a_job_once(store: Store) -> None:
+    submit(store, spec("prepare", None))
+    rates = spec("rates", after=["prepare"])
+    submit(store, rates)
+    assert store.job("rates").state.reason == "WaitsForJobs"
+    store.transition("rates", Cancel())
+    assert store.rerun("rates", from_scratch=False).job.state.reason == "WaitsForJobs"
+    store.transition("prepare", Allocate(["a"], "free"))
+    end(store, "prepare")
+    assert store.job("rates").phase is Phase.CREATED
+    start(store, rates, 0)
+    end(store, "rates-0", Outcome.FAILED)
+    store.transition("rates", Cancel())
+    store.deletions.begin("prepare")
+    assert store.rerun("rates", from_scratch=False).job.phase is Phase.CREATED
 
 
 def test_names_of_trials_are_kept_for_them(store: Store) -> None:
