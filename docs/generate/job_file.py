@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from pipollux_protocol.reference import table
+from pipollux_sched.spec.dependencies import Dependency
 from pipollux_sched.spec.job import ClusterSpec, JobBatch, JobSpec, NodeSpec, ResourceSpec
+from pipollux_sched.spec.sweep import SearchRange, SweepSpec
 from pipollux_sched.spec.teams import PrioritySpec, TeamSpec, TeamsSpec
 
 from .fields import rows
@@ -16,6 +18,9 @@ from .notes import Notes
 MODELS: dict[str, tuple[str, type[BaseModel]]] = {
     "JobBatch": ("Job file", JobBatch),
     "JobSpec": ("Jobs", JobSpec),
+    "Dependency": ("Dependencies", Dependency),
+    "SweepSpec": ("Sweeps", SweepSpec),
+    "SearchRange": ("Search ranges", SearchRange),
     "ResourceSpec": ("Resources", ResourceSpec),
     "ClusterSpec": ("Cluster file", ClusterSpec),
     "NodeSpec": ("Nodes", NodeSpec),

@@ -13,6 +13,7 @@ from pipollux_hybrid.elastic.accumulator import Accumulator
 from pipollux_hybrid.elastic.bptt import AdaptiveBPTTIterator
 from pipollux_hybrid.elastic.epoch import current_epoch, remaining_epochs_until
 from pipollux_hybrid.elastic.loader import AdaptiveDataLoader
+from pipollux_hybrid.elastic.metric_report import report_metric
 from pipollux_hybrid.elastic.process_group import (
     destroy_process_group,
     device_mesh,
@@ -86,6 +87,7 @@ __all__ = [
     "remaining_epochs_until",
     "replica_rank",
     "report",
+    "report_metric",
     "save_all_states",
     "skippable",
     "stash",

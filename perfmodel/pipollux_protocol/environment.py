@@ -8,6 +8,7 @@ Example::
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,6 +214,20 @@ REPLICA = Variable(
     "id of this replica, unique within the attempt; its rank may change",
     "the rank",
 )
+SWEEP = Variable(
+    "PIPOLLUX_SWEEP", Text(), "scheduler", "name of the sweep that this job is a trial of", "none"
+)
+TRIAL = Variable(
+    "PIPOLLUX_TRIAL", Whole(0), "scheduler", "number of this trial of the sweep, from 0", "none"
+)
+TRIAL_PARAMETERS = Variable(
+    "PIPOLLUX_TRIAL_PARAMETERS",
+    Text(),
+    "scheduler",
+    "parameters of this trial, as a JSON object; each is also in a variable by its name, as in "
+    "`PIPOLLUX_TRIAL_PARAMETER_LR`",
+    "none",
+)
 NUM_STAGES = Variable(
     "PIPOLLUX_NUM_STAGES",
     Whole(1),
@@ -406,6 +421,35 @@ AGENT_FOLDER = Variable(
     "directory for files of the agent and of torch",
     "a temporary directory",
 )
+
+
+def trial_variables(sweep: str, number: int, parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of a trial of a sweep.
+
+    Example:
+        >>> trial_variables("rates", 3, {"lr": 0.1})["PIPOLLUX_TRIAL_PARAMETER_LR"]
+        '0.1'
+    """
+    return {
+        **SWEEP.write(sweep),
+        **TRIAL.write(number),
+        **TRIAL_PARAMETERS.write(json.dumps(dict(parameters))),
+        **{
+            f"PIPOLLUX_TRIAL_PARAMETER_{name.upper()}": parameter_text(value)
+            for name, value in parameters.items()
+        },
+    }
+
+
+def parameter_text(value: Any) -> str:
+    """Return the text of a parameter's value in an argument or variable.
+
+    Example:
+        >>> [parameter_text(value) for value in (True, 64, 1e-05, "adam")]
+        ['true', '64', '1e-05', 'adam']
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)

@@ -18,6 +18,10 @@ MAX_POINTS = 1000
 MAX_TIMELINE = 20_000
 """Most entries per timeline."""
 
+MAX_METRICS = 1000
+"""Most metrics per report."""
+MAX_METRIC_NAME = 100
+
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**62, description="a whole number of at least 0")]
 Positive: TypeAlias = Annotated[
@@ -241,6 +245,21 @@ class StageTimeline(_CamelRequest):
     ]
 
 
+class Metric(_CamelRequest):
+    """A value that the script measured, by which the trials of a sweep are compared."""
+
+    name: Annotated[
+        str,
+        Field(
+            max_length=MAX_METRIC_NAME,
+            pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+            description="a name such as accuracy",
+        ),
+    ]
+    step: Annotated[Count, Field(title="when it was measured: by default, epochs begun")]
+    value: Annotated[Number | None, Field(title="the value; null: it is not finite")] = None
+
+
 class TrainingReport(_CamelRequest):
     """Progress since the last report, occasionally with a timeline: ``POST /jobs/NAME/reports``."""
 
@@ -250,6 +269,9 @@ class TrainingReport(_CamelRequest):
         list[Point], Field(max_length=MAX_POINTS, title="progress since the last report")
     ] = []
     timeline: Annotated[StageTimeline | None, Field(title="timeline of a timed step")] = None
+    metrics: Annotated[
+        list[Metric], Field(max_length=MAX_METRICS, title="metrics since the last report")
+    ] = []
 
 
 class ReportAnswer(_Answer):

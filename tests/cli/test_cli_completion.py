@@ -52,7 +52,7 @@ def offered(
         ("pipollux drain ", ["node-a", "node-b", "node-c"]),
         ("pipollux drain node-b --re", ["--reason"]),
         ("pipollux events --job w", ["wide", "waiting"]),
-        ("pipollux events --type re", ["replicas_lost", "restarting", "resumed", "rerun"]),
+        ("pipollux events --type re", ["replicas_lost", "restarting", "ready", "resumed", "rerun"]),
         ("pipollux serve --policy f", ["fifo"]),
         ("pipollux jobs --phase C", ["Created", "Cancelled", "Complete"]),
         ("pipollux jobs --phase c", ["Created", "Cancelled", "Complete"]),

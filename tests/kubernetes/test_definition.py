@@ -34,6 +34,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "image": ("registry.example/train:1", "registry.example/train:2"),
     "family": ("resnet", ""),
     "args": (["--epochs", "3"], ["--epochs", "4"]),
+    "after": ([{"job": "prepare", "when": "ended"}], [{"job": "prepare", "when": "failed"}]),
     "num_stages": (2, 4),
     "stage_choices": ([1, 2, 4], [2, 4]),
     "process_per_stage": (True, False),
@@ -93,7 +94,7 @@ def test_the_file_is_the_one_that_is_generated() -> None:
 
 
 def test_all_fields_of_a_job_file_have_values_here() -> None:
-    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation"}
+    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"}
 
 
 def test_what_a_job_file_says_a_resource_says(client: Client) -> None:

@@ -217,7 +217,7 @@ def imports(folder: Path) -> dict[str, set[str]]:
 def test_every_import_is_declared(
     repository: Path, wheel: Path, folders: tuple[str, ...], extra: str
 ) -> None:
-    extras = {extra, "sched", "kubernetes", "postgres", "demo"} if extra else set()
+    extras = {extra, "sched", "kubernetes", "postgres", "demo", "sweep"} if extra else set()
     required = requirements(declared(wheel), extras)
     names = {re.sub(r"[-_.]+", "-", x.name).lower() for x in required}
     providers = metadata.packages_distributions()

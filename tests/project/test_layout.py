@@ -110,7 +110,7 @@ def test_the_wheel_holds_everything(repository: Path, tmp_path: Path) -> None:
             f"pipollux_sched/report/charts/vendor/{n}"
             for n in ("plot.min.js", "LICENSE", "README.md")
         ),
-        "pipollux_sched/store/migrations/versions/v0004_first.py",
+        "pipollux_sched/store/migrations/versions/v0006_first.py",
         "pipollux_sched/examples/demo-jobs.yaml",
         "pipollux_sched/examples/char_lm.py",
     ):

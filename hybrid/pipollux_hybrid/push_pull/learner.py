@@ -139,7 +139,8 @@ class Learner:
         if follows and self.place is not None and self.place[0] > 0:
             raise ConfigurationError(
                 f"this replica joins in epoch {self.place[0]}, and its learning-rate schedule "
-                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, from which it continues"
+                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, so that it "
+                "continues from theirs"
             )
         optimizer.register_step_pre_hook(self._leave_out)
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,7 +20,13 @@ import httpx
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.supervisor_client import retry_after, supervisor_client
 from pipollux_perfmodel import StageEvent
-from pipollux_protocol.messages import ReportAnswer, StageTimeline, TrainingReport
+from pipollux_protocol.messages import (
+    MAX_METRICS,
+    Metric,
+    ReportAnswer,
+    StageTimeline,
+    TrainingReport,
+)
 
 from . import unsent_report
 from .loss_watch import LossWatch
@@ -53,6 +59,8 @@ class Reporter:
         self._points: deque[StepRecord] = deque(maxlen=MAX_POINTS)
         self._unshown: deque[StepRecord] = deque(maxlen=MAX_POINTS)
         self._timeline: StageTimeline | None = None
+        self._metrics: dict[tuple[str, int], float | None] = {}
+        """Values of metrics by name and step, the oldest first."""
         self._hints: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -117,6 +125,18 @@ class Reporter:
                 schedule=self._context.pipeline.schedule,
                 events=[tuple(event) for event in events],
             )
+
+    def add_metrics(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Report values of metrics at a step; a later value of the same step replaces them."""
+        if self._url is None or not self._context.env.leads:
+            return
+        with self._lock:
+            for name, value in values.items():
+                self._metrics.pop((name, step), None)
+                self._metrics[name, step] = value
+            for key in list(self._metrics)[:-MAX_METRICS]:
+                del self._metrics[key]
+        self._ensure_running()
 
     def pause_progress(self) -> None:
         """Pause the progress bar after a loop, so that it does not follow the script's output."""
@@ -233,15 +253,19 @@ class Reporter:
 
     def _send_report(self, client: httpx.Client) -> None:
         with self._lock:
-            points, timeline = list(self._points), self._timeline
-        if not points or time.monotonic() < max(self._retry_at, self._next_report):
+            points, timeline, metrics = list(self._points), self._timeline, dict(self._metrics)
+        due = time.monotonic() >= max(self._retry_at, self._next_report)
+        if not (points or metrics) or not due:
             return
-        body = self._body(_thinned(points, self._pace), timeline)
+        body = self._body(_thinned(points, self._pace), timeline, metrics)
         if self._send(client, "POST", "reports", body, take=self._take_pace):
             with self._lock:
                 # The oldest points may have been dropped in the meantime.
-                while self._points and self._points[0].step <= points[-1].step:
+                while points and self._points and self._points[0].step <= points[-1].step:
                     self._points.popleft()
+                for key, value in metrics.items():
+                    if key in self._metrics and self._metrics[key] == value:
+                        del self._metrics[key]
                 if self._timeline is timeline:
                     self._timeline = None
 
@@ -255,20 +279,30 @@ class Reporter:
         # The next turn is at least one interval away.
         self._next_report = time.monotonic() + self._pace - REPORT_INTERVAL
 
-    def _body(self, points: list[StepRecord], timeline: StageTimeline | None) -> dict[str, Any]:
+    def _body(
+        self,
+        points: list[StepRecord],
+        timeline: StageTimeline | None,
+        metrics: Mapping[tuple[str, int], float | None],
+    ) -> dict[str, Any]:
         return TrainingReport.model_construct(
             attempt=self._context.env.attempt,
-            num_epochs=points[-1].num_epochs,
+            num_epochs=points[-1].num_epochs if points else None,
             points=[point.point() for point in points],
             timeline=timeline,
+            metrics=[
+                Metric.model_construct(name=name, step=step, value=value)
+                for (name, step), value in metrics.items()
+            ],
         ).to_json_object()
 
     def _keep_unsent(self) -> None:
         """Save undelivered points to disk, so that the end of a job is not lost."""
         with self._lock:
-            points, timeline = list(self._points), self._timeline
-        if points:
-            unsent_report.keep(self._context.env.checkpoint_dir, self._body(points, timeline))
+            points, timeline, metrics = list(self._points), self._timeline, dict(self._metrics)
+        if points or metrics:
+            body = self._body(points, timeline, metrics)
+            unsent_report.keep(self._context.env.checkpoint_dir, body)
 
     def _send(
         self,
@@ -317,6 +351,7 @@ class Reporter:
         with self._lock:
             self._url = None
             self._points.clear()
+            self._metrics.clear()
 
     def _back_off(self, what: str, error: httpx.HTTPError) -> None:
         self._retry_at = time.monotonic() + self._backoff

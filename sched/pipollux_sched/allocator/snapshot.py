@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,7 +94,10 @@ class SnapshotReader:
         hints, attempts = store.hint_texts(), store.num_attempts(unfinished=True)
         service, costs = store.attained_service(unfinished=True), store.restart_costs()
         pauses, changes = store.pause_costs(), store.num_changes()
-        jobs = store.jobs(unfinished=True)
+        # Jobs that wait for other jobs do not compete for slots yet, and sweeps never do.
+        unended = store.jobs(unfinished=True)
+        jobs = [job for job in unended if not (job.state.waits_for or job.is_sweep)]
+        shares = _shares(unended)
         unfinished = mean_jobs(store, jobs, self._clock())
         teams, history = stored_teams(store), self._lengths.read()
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
@@ -109,13 +113,16 @@ class SnapshotReader:
                 continue
             name = job.name
             warm_start = _usable(warm_starts.get(name), spec, believed)
+            if name in shares:
+                most = max(min(spec.max_replicas, shares[name]), spec.min_replicas)
+                spec = spec.model_copy(update={"max_replicas": most, "requested_replicas": None})
             told = believed or spec.hints or (warm_start.hints if warm_start else None)
             self._note_doubt(name, hints_worth(spec, told).doubt)
             info = job_info(
                 spec,
                 told,
-                age=max(self._clock() - job.submitted_at, 0.0),
-                created=job.submitted_at,
+                age=max(self._clock() - job.ready_at, 0.0),
+                created=job.ready_at,
                 num_restarts=max(attempts.get(name, 0) - 1, 0),
                 restart_seconds=costs.get(name, self.restart_seconds),
                 rescale_seconds=_rescale_seconds(job.state, pauses.get(name)),
@@ -174,6 +181,16 @@ class SnapshotReader:
             parsed = known[2] if known is not None and same else parse_job(spec)
             known = self._parsed[job] = (spec, hints, parsed, _believed(job, hints))
         return known[2], known[3]
+
+
+def _shares(jobs: Sequence[JobRecord]) -> dict[str, int]:
+    """Return the replicas that each trial may have of those that its sweep may have in total."""
+    limits = {
+        job.name: (job.spec["sweep"] or {}).get("max_replicas") for job in jobs if job.is_sweep
+    }
+    trials = [job for job in jobs if job.trial is not None and limits.get(job.sweep or "")]
+    numbers = Counter(job.sweep for job in trials)
+    return {job.name: (limits[job.sweep or ""] or 0) // numbers[job.sweep] for job in trials}
 
 
 def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
@@ -238,6 +255,6 @@ def mean_jobs(store: Store, jobs: Sequence[JobRecord], now: float) -> dict[str, 
     """
     if not jobs:
         return {}
-    lives = [(job.submitted_at, max(job.submitted_at, now)) for job in jobs]
+    lives = [(job.ready_at, max(job.ready_at, now)) for job in jobs]
     lives += store.overview.ended_since(min(begin for begin, _ in lives))
-    return Contention(lives).means({job.name: job.submitted_at for job in jobs}, now)
+    return Contention(lives).means({job.name: job.ready_at for job in jobs}, now)

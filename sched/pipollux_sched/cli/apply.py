@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -153,9 +153,7 @@ def _carry_out(
     with Interruption() as interruption:
         scheduler.start()
         try:
-            for spec in specs:
-                if spec.name in allocations:
-                    _submit(scheduler, spec)
+            _submit(scheduler, [spec for spec in specs if spec.name in allocations])
             over = False
             while not over and not interruption.count:
                 over = scheduler.wait(lambda jobs: _over(jobs, allocations), TICK)
@@ -169,10 +167,11 @@ def _carry_out(
     return found, interruption.count > 0
 
 
-def _submit(scheduler: Scheduler, spec: JobSpec) -> None:
-    known = scheduler.jobs().get(spec.name)
-    if known is None or known.phase is Phase.FAILED:
-        scheduler.submit(spec)
+def _submit(scheduler: Scheduler, specs: Sequence[JobSpec]) -> None:
+    known = scheduler.jobs()
+    new = [s for s in specs if s.name not in known or known[s.name].phase is Phase.FAILED]
+    if new:
+        scheduler.control.submit_all(new)  # together, as they may wait for each other
 
 
 def _over(jobs: Mapping[str, JobRecord], allocations: Mapping[str, object]) -> bool:

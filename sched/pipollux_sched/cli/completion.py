@@ -21,6 +21,15 @@ def complete_jobs(context: typer.Context, incomplete: str) -> list[tuple[str, st
     )
 
 
+def complete_sweeps(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the sweeps with this prefix and their phases."""
+    return _offered(
+        context,
+        incomplete,
+        lambda reader: ((sweep.name, sweep.phase.value) for sweep in reader.sweeps()),
+    )
+
+
 def complete_nodes(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the nodes with this prefix and their conditions."""
     return _offered(

@@ -14,7 +14,7 @@ from rich.text import Text
 from pipollux_sched.lifecycle import CANCELLED
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.store import ListedPhase, Point
-from pipollux_sched.views.models import AttemptView, ConditionView, JobDetails
+from pipollux_sched.views.models import AttemptView, ConditionView, JobDetails, SweepDetails
 from pipollux_utils.text import (
     DASH,
     clean,
@@ -31,7 +31,10 @@ from .console import TextFormat, print_data, print_result
 from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
+from .sweeps import best_first, trial_table
 
+SHOWN_TRIALS = 10
+"""Number of best trials that are listed."""
 SHOWN_ATTEMPTS = 10
 """Number of latest attempts that are listed one by one."""
 
@@ -45,10 +48,22 @@ def describe(
     """
     with reading(state_dir) as reader:
         found = reader.job(name)
-    if output is TextFormat.text:
+        is_sweep = found.sweep == found.name
+        sweep = reader.sweep(name) if is_sweep and output is TextFormat.text else None
+    if sweep is not None:
+        print_result(Group(job_sections(found), *_trials(sweep)))
+    elif output is TextFormat.text:
         print_result(job_sections(found))
     else:
         print_data(found.to_dict(), output)
+
+
+def _trials(sweep: SweepDetails) -> list[RenderableType]:
+    best = best_first(sweep)[:SHOWN_TRIALS]
+    title = "Best trials" if len(best) < len(sweep.trials) else "Trials"
+    left = f"all trials: pipollux sweeps {sweep.name}"
+    shown = Group(trial_table(sweep, best), Text(left, style="dim"))
+    return _section(title, shown if best else Text(f"no values yet; {left}", style="dim"))
 
 
 def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
@@ -131,11 +146,16 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             told = ", ".join(f"{key}={clean(v)}" for key, v in value.items() if v)
         elif isinstance(value, list | tuple):
-            told = " ".join(clean(entry) for entry in value)
+            told = " ".join(clean(_entry(entry)) for entry in value)
         else:
             told = str(value).lower() if isinstance(value, bool) else clean(value)
         if told:
             yield name, told
+
+
+def _entry(entry: object) -> object:
+    """Return an entry of a list; a dependency is spelled as in `submit --after`."""
+    return ":".join(map(str, entry.values())) if isinstance(entry, Mapping) else entry
 
 
 def _conditions(conditions: Sequence[ConditionView], now: float) -> Table:

@@ -33,7 +33,7 @@ PHASE_STYLES = {
     Phase.SUSPENDED: "yellow",
     Phase.QUEUED: "cyan",
 }
-_STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
+STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} | {
     CANCELLED: PHASE_STYLES[Phase.FAILED]
 }
 _COLUMNS = (
@@ -61,6 +61,9 @@ def jobs(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Update the list as it changes, until Ctrl-C.")
     ] = False,
+    trials: Annotated[
+        bool, typer.Option("--trials", help="List the trials of sweeps, too.")
+    ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
@@ -73,9 +76,9 @@ def jobs(
     """
     with reading(state_dir) as reader:
         if watch:
-            _watch(reader, phase or (), output)
+            _watch(reader, phase or (), output, trials=trials)
             return
-        found = reader.jobs(phase or ())
+        found = reader.jobs(phase or (), trials=trials)
         if output is not OutputFormat.table:
             print_data([job.to_dict() for job in found], output)
             return
@@ -105,7 +108,7 @@ class JobTable:
         heads = dict.fromkeys(self._widths, "bold")
         yield from self._line({header: header for header in self._widths}, heads, console)
         for row in self._rows:
-            yield from self._line(row, {"Phase": _STYLES_BY_WORD.get(row["Phase"], "")}, console)
+            yield from self._line(row, {"Phase": STYLES_BY_WORD.get(row["Phase"], "")}, console)
 
     def _line(
         self, cells: Mapping[str, str], styles: Mapping[str, str], console: Console
@@ -176,7 +179,9 @@ def _throughput(point: Point | None) -> str:
     return number(point.batch_size / point.step_time)
 
 
-def _watch(reader: Reader, phases: Collection[ListedPhase], output: OutputFormat) -> None:
+def _watch(
+    reader: Reader, phases: Collection[ListedPhase], output: OutputFormat, *, trials: bool
+) -> None:
     from rich.live import Live
 
     console = output_console()
@@ -188,5 +193,5 @@ def _watch(reader: Reader, phases: Collection[ListedPhase], output: OutputFormat
         )
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            live.update(job_table(reader.jobs(phases), console), refresh=True)
+            live.update(job_table(reader.jobs(phases, trials=trials), console), refresh=True)
             time.sleep(WATCH_INTERVAL)

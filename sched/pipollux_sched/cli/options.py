@@ -10,7 +10,7 @@ import typer
 from pipollux_protocol.environment import CA_FILE
 
 from .completion import complete_jobs, complete_nodes, complete_policies
-from .console import LineFormat, OutputFormat, TextFormat
+from .console import LineFormat, OutputFormat, TextFormat, shortened
 
 StateDirectory: TypeAlias = Annotated[
     Path | None,
@@ -120,6 +120,33 @@ PolicyName: TypeAlias = Annotated[
         autocompletion=complete_policies,
         help="Allocation policy, with its options.",
         show_default="the scheduler's own",
+    ),
+]
+
+
+def _dependencies(entries: list[str] | None) -> list[str] | None:
+    from pipollux_sched.spec.dependencies import parse_dependency
+
+    for entry in entries or ():
+        try:
+            parse_dependency(entry)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{shortened(entry, 80)!r} names no job to wait for; give its name, or NAME:WHEN, "
+                "where WHEN is succeeded, failed or ended"
+            ) from None
+    return entries
+
+
+After: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--after",
+        metavar="JOB[:WHEN]",
+        help="Start after this job has ended: succeeded, failed or ended; may be repeated.",
+        show_default=False,
+        callback=_dependencies,
+        autocompletion=complete_jobs,
     ),
 ]
 

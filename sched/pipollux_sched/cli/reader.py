@@ -28,8 +28,11 @@ from pipollux_sched.views.models import (
     LogTail,
     NodeDetails,
     PlanView,
+    SweepDetails,
+    SweepView,
     UsageView,
 )
+from pipollux_sched.views.sweeps import list_sweeps, sweep_details
 
 from .server_choice import chosen_server
 
@@ -60,9 +63,17 @@ class LocalReader:
         """Whether a scheduler serves the store now."""
         return self._directory.is_served()
 
-    def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
+    def jobs(self, phases: Collection[ListedPhase] = (), *, trials: bool = True) -> list[ListedJob]:
         """Return the jobs in these phases (empty: all), in the order of submission."""
-        return list_jobs(self._store, replace(IN_ORDER, phases=phases))[0]
+        return list_jobs(self._store, replace(IN_ORDER, phases=phases, trials=trials))[0]
+
+    def sweeps(self) -> list[SweepView]:
+        """Return all sweeps, in the order of submission."""
+        return list_sweeps(self._store)
+
+    def sweep(self, name: str) -> SweepDetails:
+        """Return a sweep with its trials."""
+        return sweep_details(self._store, name)
 
     def job(self, name: str) -> JobDetails:
         """Return the details of a job, without its curves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.lifecycle import Phase
-from pipollux_sched.report.event_text import event_line
 from pipollux_utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
-from .options import JobNames, StateDirectory, TableOutput
-from .reader import POLL_INTERVAL, asking
+from .options import After, JobNames, StateDirectory, TableOutput
+from .reader import asking
 from .server_choice import chosen_server
+from .waiting import JobWait, exit_for
 
 if TYPE_CHECKING:
     # Their own imports would make shell completion slow.
@@ -26,12 +24,18 @@ if TYPE_CHECKING:
     from pipollux_sched.spec.job import JobSpec
     from pipollux_sched.views.models import DeletedJobView, JobView
 
+STANDARD_INPUT = Path("-")
 T = TypeVar("T", "JobView", "DeletedJobView")
 
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML: the jobs to submit.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="YAML: the jobs to submit; '-' reads standard input.",
+            show_default=False,
+        ),
     ],
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the jobs end; exit 1 if one fails.")
@@ -44,6 +48,7 @@ def submit(
         str | None,
         typer.Option(metavar="CLASS", help="Priority of the jobs.", show_default="as in the file"),
     ] = None,
+    after: After = None,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
@@ -57,27 +62,43 @@ def submit(
     Scripts are searched for in the folder of the file, then in the current folder.
     With --server, paths are absolute and belong to the scheduler's machine.
 
+    --wait goes on while the scheduler is restarted. Ctrl-C ends the waiting, not the
+    jobs.
+
     Exit code: 0 submitted (with --wait: all jobs are complete); 1 a job was refused
     (with --wait: or has failed); 2 the file or an option is invalid. With --wait,
     --output json prints the final state of the jobs.
     """
-    from pipollux_sched.spec.job import load_jobs
-
-    ready = located if chosen_server() is None else _absolute
     given = {"team": team, "priority": priority}
     chosen = {name: value for name, value in given.items() if value is not None}
-    specs = [ready(spec, file).model_copy(update=chosen) for spec in load_jobs(file)]
+    from_file = None if file == STANDARD_INPUT else file
+    specs = [
+        prepared(spec, from_file, after or ()).model_copy(update=chosen) for spec in _jobs_of(file)
+    ]
     told = output is OutputFormat.table
     with asking(state_dir) as client:
         last = client.last_event() if wait else 0
         taken = client.submit_all(specs)
         if told or not wait:
             _print_answers(taken, output, _message)
-        if wait:
-            ended = _wait_for(client, {job.name for job in taken}, last, to_stderr=not told)
-            if not told:
-                print_data([job.to_dict() for job in ended], output)
-            _exit_for(ended)
+    if wait:
+        ended = JobWait(state_dir, {job.name for job in taken}, last, to_stderr=not told).run()
+        if not told:
+            print_data([job.to_dict() for job in ended], output)
+        exit_for(ended)
+
+
+def _jobs_of(file: Path) -> list[JobSpec]:
+    from pipollux_sched.spec.job import SpecError, load_jobs, parse_jobs
+
+    if file != STANDARD_INPUT:
+        return load_jobs(file)
+    try:
+        return parse_jobs(sys.stdin.buffer.read().decode("utf-8"), "standard input")
+    except UnicodeDecodeError:
+        raise SpecError("standard input: is not UTF-8 text; give a job file in YAML") from None
+    except (AttributeError, OSError):  # it is closed
+        raise SpecError("standard input: cannot be read; give a job file in YAML") from None
 
 
 def cancel(
@@ -198,7 +219,13 @@ def _deleted(job: DeletedJobView) -> str:
     return f"The job was deleted{left}."
 
 
-def located(spec: JobSpec, file: Path) -> JobSpec:
+def prepared(spec: JobSpec, file: Path | None, after: Sequence[str]) -> JobSpec:
+    """Return a job as it is submitted: with absolute paths, and the dependencies of options."""
+    ready = located if chosen_server() is None else _absolute
+    return _with_dependencies(ready(spec, file), after)
+
+
+def located(spec: JobSpec, file: Path | None) -> JobSpec:
     """Return a job with absolute paths, except in an image; `SpecError`: the script is missing."""
     from pipollux_sched.spec.script import with_script_found
 
@@ -209,7 +236,7 @@ def located(spec: JobSpec, file: Path) -> JobSpec:
     return found.model_copy(update={"working_dir": str(folder)})
 
 
-def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
+def _absolute(spec: JobSpec, _file: Path | None) -> JobSpec:
     """Check a job for a scheduler on another machine: raise `SpecError` for a relative path."""
     from pipollux_sched.spec.job import SpecError
 
@@ -224,6 +251,14 @@ def _absolute(spec: JobSpec, _file: Path) -> JobSpec:
             )
     folder = spec.working_dir or (spec.script and str(Path(spec.script).parent))
     return spec.model_copy(update={"working_dir": folder})
+
+
+def _with_dependencies(spec: JobSpec, after: Sequence[str]) -> JobSpec:
+    """Return a job that waits for the jobs in options, too; the options win over the job file."""
+    from pipollux_sched.spec.dependencies import parse_dependency
+
+    given = {entry.job: entry for entry in (*spec.after, *map(parse_dependency, after))}
+    return spec.model_copy(update={"after": tuple(given.values())})
 
 
 def _message(job: JobView) -> str:
@@ -261,33 +296,3 @@ def _ask_each(
     _print_answers(answers, output, sentence)
     if refused:
         raise CommandError("\n".join(refused))
-
-
-def _wait_for(client: Client, names: set[str], last: int, *, to_stderr: bool) -> list[JobView]:
-    from pipollux_sched.client.connection import UnreachableError
-
-    try:
-        while True:
-            events = client.events(last)
-            for event in events:
-                last = event["id"]
-                line = event_line(event)
-                if event["job"] in names and line:
-                    typer.echo(line, err=to_stderr)
-            if any(event["job"] in names for event in events):
-                found = {job.name: job for job in client.jobs() if job.name in names}
-                if len(found) < len(names):
-                    raise CommandError(f"{min(names - found.keys())} was deleted meanwhile")
-                if all(job.phase.ended for job in found.values()):
-                    return list(found.values())
-            time.sleep(POLL_INTERVAL)
-    except UnreachableError as error:
-        raise CommandError(
-            "the scheduler has ended before the jobs have; they go on when it is back"
-        ) from error
-
-
-def _exit_for(ended: Sequence[JobView]) -> None:
-    failed = [job.name for job in ended if job.phase is Phase.FAILED]
-    if failed:
-        raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")

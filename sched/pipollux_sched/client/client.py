@@ -26,6 +26,8 @@ from pipollux_sched.views.models import (
     LogTail,
     NodeDetails,
     PlanView,
+    SweepDetails,
+    SweepView,
     UsageView,
 )
 from pipollux_sched.views.teams import TeamsView
@@ -175,9 +177,9 @@ class Client:
 
     # Queries
 
-    def jobs(self, phases: Collection[ListedPhase] = ()) -> list[ListedJob]:
+    def jobs(self, phases: Collection[ListedPhase] = (), *, trials: bool = True) -> list[ListedJob]:
         """Return the jobs in the given phases (empty: all), in the order of submission."""
-        query = {"phase": [phase.value for phase in phases]}
+        query = {"phase": [phase.value for phase in phases], "trials": trials}
         return self._connection.get(list[ListedJob], "GET", "/jobs", params=query)
 
     def job(self, name: str) -> JobDetails:
@@ -187,6 +189,14 @@ class Client:
     def curves(self, name: str, points: int) -> JobCurves:
         """Return the details of a job, with at most `points` points of each curve."""
         return self._connection.get(JobCurves, "GET", _job(name), params={"points": points})
+
+    def sweeps(self) -> list[SweepView]:
+        """Return all sweeps, in the order of submission."""
+        return self._connection.get(list[SweepView], "GET", "/sweeps")
+
+    def sweep(self, name: str) -> SweepDetails:
+        """Return a sweep with its trials."""
+        return self._connection.get(SweepDetails, "GET", _path("sweep", name))
 
     def explanation(self, name: str) -> ExplanationView:
         """Return the explanation of a job's allocation."""
@@ -214,6 +224,7 @@ class Client:
             "descending": query.descending,
             "offset": offset,
             "limit": limit,
+            "trials": query.trials,
             "events": num_events,
         }
         return self._connection.get(ClusterView, "GET", "/overview", params=params)

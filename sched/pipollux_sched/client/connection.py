@@ -31,6 +31,10 @@ class UnreachableError(ClientError):
     """No scheduler answers, so further requests are pointless."""
 
 
+class RefusedConflictError(ClientError):
+    """The request conflicts with the state of a job, such as a name that is taken."""
+
+
 class Connection:
     """Connection to a scheduler with its admin token.
 
@@ -157,6 +161,8 @@ class Connection:
             )
         if response.status_code == httpx.codes.NOT_FOUND and detail.startswith("there is no path"):
             return self.not_understood()
+        if response.status_code == httpx.codes.CONFLICT:
+            return RefusedConflictError(detail)
         return ClientError(detail)
 
     def not_understood(self) -> ClientError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipollux_policies import NodeInfo
-from pipollux_protocol.environment import TOKEN
+from pipollux_protocol.environment import TOKEN, trial_variables
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.reasons import misfit
 from pipollux_sched.backend import ReplicaProgram
@@ -60,6 +60,9 @@ def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
 def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
     """Return the program of a job's replicas; `environment` overrides the user's variables."""
     spec = parse_job(job.spec)
+    of_trial: Mapping[str, str] = {}
+    if job.sweep is not None and job.trial is not None:
+        of_trial = trial_variables(job.sweep, job.trial, job.parameters or {})
     return ReplicaProgram(
         job=job.name,
         script=Path(spec.script) if spec.script else None,
@@ -67,7 +70,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         args=tuple(spec.args),
         num_stages=spec.num_stages,
         process_per_stage=spec.process_per_stage,
-        environment={**spec.environment, **environment, **TOKEN.write(job.token)},
+        environment={**spec.environment, **environment, **TOKEN.write(job.token), **of_trial},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,
         run_as=spec.run_as,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipollux_policies import NodeInfo
@@ -28,16 +29,18 @@ from pipollux_sched.lifecycle import (
     WaitingToJoin,
 )
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
-from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
+from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, parse_job, spell_cycle
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import (
+    JobEndedError,
     JobRecord,
     NodeCondition,
     NodeRecord,
     ReceivedHeartbeat,
     Store,
     Submission,
+    TrialRecord,
     UnknownJobError,
 )
 from pipollux_sched.views.teams import stored_teams
@@ -48,6 +51,7 @@ from .event_loop_monitor import EventLoopMonitor
 from .executor import Executor
 from .heartbeats import Heartbeats
 from .resize_board import ReplicaAnswer, ResizeBoard
+from .search import why_no_optuna
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,20 +101,28 @@ class JobService:
                 the backend starts no containers.
             JobExistsError: a job of this name is running, queued or complete.
             TeamFullError: its team has reached its limit of unfinished jobs.
+            DependencyError: it waits for an unknown job, or can never start.
         """
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
         """Accept many jobs: all or, if one is rejected, none, with the errors of `submit`."""
         self._check_running()
-        fitting = []
+        if cycle := cycle_of(specs):
+            raise SpecError(f"job '{cycle[0]}': after: {spell_cycle(cycle)}")
+        return self._take_in(specs, [None] * len(specs))
+
+    def submit_trials(self, sweep: JobRecord, trials: Sequence[TrialRecord]) -> list[JobRecord]:
+        """Submit jobs for trials of a sweep: all or none, with the errors of `submit`."""
+        template = parse_job(sweep.spec)
+        specs = [template.of_trial(trial.number, trial.parameters) for trial in trials]
+        return self._take_in(specs, trials)
+
+    def _take_in(
+        self, specs: Sequence[JobSpec], trials: Sequence[TrialRecord | None]
+    ) -> list[JobRecord]:
         teams, nodes = stored_teams(self._store), self._nodes()
-        for spec in specs:
-            check_team(spec, teams)
-            self._backend.check(spec)
-            found = admitted(spec, nodes)
-            check_access(found)
-            fitting.append(with_home_checkpoints(found, self._home_of(spec)))
+        fitting = [self._fitting(spec, teams, nodes) for spec in specs]
         self._check_checkpoints(fitting)
         changes = self._store.submit_all(
             [
@@ -120,12 +132,30 @@ class JobService:
                     secrets.token_urlsafe(32),
                     spec.max_restarts,
                     spec.deadline,
+                    trial,
                 )
-                for spec in fitting
+                for spec, trial in zip(fitting, trials, strict=True)
             ]
         )
         self._reconsider()
         return [change.job for change in changes]
+
+    def _fitting(
+        self, spec: JobSpec, teams: TeamsSpec | None, nodes: Mapping[str, NodeInfo]
+    ) -> JobSpec:
+        """Return a job as it is stored, or raise `SpecError`."""
+        check_team(spec, teams)
+        found = admitted(spec, nodes)
+        check_access(found)
+        if spec.sweep is None:
+            self._backend.check(spec)
+            return with_home_checkpoints(found, self._home_of(spec))
+        reason = why_no_optuna(spec.sweep)
+        if reason is not None:
+            raise SpecError(f"job '{spec.name}': sweep: {reason}")
+        last = dict.fromkeys(spec.sweep.names, "")
+        self._backend.check(spec.of_trial(spec.sweep.num_trials - 1, last))
+        return found
 
     def _home_of(self, spec: JobSpec) -> str | None:
         """Return the checkpoint folder of the earlier job that a job continues."""
@@ -172,24 +202,36 @@ class JobService:
         spec = parse_job(self._store.job(name).spec).model_copy(update=changes)
         check_team(spec, stored_teams(self._store))
         job = self._store.teams.move(name, team)
+        if job.is_sweep:
+            for trial in self._store.sweeps.unfinished(name):
+                self._store.teams.move(trial.name, team)
         self._reconsider()
         return job
 
     def cancel(self, name: str) -> JobRecord:
         """End a job and its processes; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
-        return self._executor.handle(name, Cancel())
+        return self._handle_with_trials(name, Cancel())
 
     def suspend(self, name: str) -> JobRecord:
         """Suspend a job: it saves and frees slots; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
-        return self._executor.handle(name, Suspend())
+        return self._handle_with_trials(name, Suspend())
 
     def resume(self, name: str) -> JobRecord:
         """Resume a suspended job; raise `UnknownJobError` or `JobEndedError`."""
         self._check_running()
-        record = self._executor.handle(name, Resume())
+        record = self._handle_with_trials(name, Resume())
         self._reconsider()
+        return record
+
+    def _handle_with_trials(self, name: str, event: Cancel | Suspend | Resume) -> JobRecord:
+        """Apply a user's request to a job and, if it is a sweep, to its unfinished trials."""
+        record = self._executor.handle(name, event)
+        if record.is_sweep:
+            for trial in self._store.sweeps.unfinished(name):
+                with suppress(JobEndedError, UnknownJobError):  # it has ended meanwhile
+                    self._executor.handle(trial.name, event)
         return record
 
     def rerun(self, name: str, *, from_scratch: bool) -> JobRecord:
@@ -219,6 +261,10 @@ class JobService:
     def delete(self, name: str) -> DeletedJob:
         """Delete a job that has ended: see `JobDeletion.delete`."""
         self._check_running()
+        job = self._store.job(name)
+        if job.is_sweep and job.phase.ended:
+            for trial in self._store.sweeps.jobs(name).values():
+                self.delete(trial.name)
         deleted = self._deletion.delete(name)
         # Another job of this name starts again at attempt 1.
         self.heartbeats.forget(name, deleted.job.state.attempt)

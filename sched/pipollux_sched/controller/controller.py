@@ -22,6 +22,7 @@ from .commands import JobService
 from .deletion import JobDeletion
 from .executor import Executor
 from .node_watch import NodeWatch
+from .sweeps import SweepLoop
 from .teams_file import TeamsFile
 from .watchdog import HEARTBEAT_TIMEOUT, Watchdog
 
@@ -101,6 +102,8 @@ class Controller:
         threads.start(
             resources, "executor", partial(self.executor.run, ending), self.executor.woken
         )
+        sweeps = SweepLoop(self._store, self.control.submit_trials, self.executor.handle)
+        threads.start(resources, "sweeps", partial(sweeps.run, ending), ending)
         jobs = StoredJobs(self._store, self.control)
         keep = partial(self._backend.keep_records, jobs, ending)
         threads.start(resources, "records", keep, ending)
@@ -127,8 +130,8 @@ class StoredJobs:
         return self._store.version
 
     def jobs(self) -> Sequence[JobRecord]:
-        """Return all jobs."""
-        return self._store.jobs()
+        """Return all jobs that are, or may become, processes."""
+        return [job for job in self._store.jobs() if not job.is_sweep]
 
     def steps(self) -> Mapping[str, int]:
         """Return the step of each job's last report."""

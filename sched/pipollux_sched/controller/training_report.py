@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipollux_protocol.messages import TrainingReport
-from pipollux_sched.store import Point, StaleAttemptError, Store, Timeline
+from pipollux_sched.store import MetricValue, Point, StaleAttemptError, Store, Timeline
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +29,11 @@ def stored_timeline(report: TrainingReport) -> Timeline | None:
     return None if found is None else Timeline(**{**found.__dict__, "events": tuple(found.events)})
 
 
+def stored_metrics(report: TrainingReport) -> list[MetricValue]:
+    """Return the metrics of a report."""
+    return [MetricValue(each.name, each.step, each.value) for each in report.metrics]
+
+
 def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt: int) -> None:
     """Store the unsent, unvalidated report of an attempt that has ended; idempotent."""
     try:
@@ -38,10 +43,11 @@ def take_unsent_report(store: Store, body: Mapping[str, Any], job: str, attempt:
         return
     known = _last_step(store, job, attempt)
     points = [point for point in stored_points(report) if point.step > known]
-    if report.attempt != attempt or not points:
+    metrics = stored_metrics(report)
+    if report.attempt != attempt or not (points or metrics):
         return
     try:
-        store.add_report(job, attempt, points, stored_timeline(report))
+        store.add_report(job, attempt, points, stored_timeline(report), metrics)
     except StaleAttemptError:
         return  # the job has restarted meanwhile, and sends reports again
 

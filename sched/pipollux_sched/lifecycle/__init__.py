@@ -9,6 +9,7 @@ from .events import (
     Cancel,
     ChangeOverdue,
     ChangeRefused,
+    DependencyEnded,
     ElasticReady,
     EndReplicas,
     Event,
@@ -37,6 +38,8 @@ from .events import (
     Submit,
     Survived,
     Suspend,
+    SweepEnded,
+    SweepProgress,
     Switched,
     WaitingToJoin,
 )
@@ -44,19 +47,23 @@ from .invariant import broken_rules
 from .resizes import can_survive, why_restart
 from .state import (
     CANCELLED,
+    PRUNED,
     ChangeStage,
     Condition,
+    Dependency,
     Intent,
     JobState,
     Membership,
     Outcome,
     PendingResize,
     Phase,
+    When,
 )
 from .transitions import advance, backoff
 
 __all__ = [
     "CANCELLED",
+    "PRUNED",
     "Action",
     "Adopt",
     "Allocate",
@@ -65,6 +72,8 @@ __all__ = [
     "ChangeRefused",
     "ChangeStage",
     "Condition",
+    "Dependency",
+    "DependencyEnded",
     "ElasticReady",
     "EndReplicas",
     "Event",
@@ -99,8 +108,11 @@ __all__ = [
     "Submit",
     "Survived",
     "Suspend",
+    "SweepEnded",
+    "SweepProgress",
     "Switched",
     "WaitingToJoin",
+    "When",
     "advance",
     "backoff",
     "broken_rules",

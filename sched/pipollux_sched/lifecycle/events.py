@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .state import Outcome
+from .state import Dependency, Outcome, Phase
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class Submit:
     """A user submits the job; a failed or cancelled one continues."""
 
     max_restarts: int = 3
+    waits_for: tuple[Dependency, ...] = ()
+    """Unfinished jobs that have to end first."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,19 @@ class Rerun:
     max_restarts: int = 3
     from_scratch: bool = False
     """Whether it starts from scratch; else it continues from its last checkpoint."""
+    waits_for: tuple[Dependency, ...] = ()
+    more_trials: bool = False
+    """Whether it is a sweep with trials that have failed or not run, although it is complete."""
+
+
+@dataclass(frozen=True)
+class DependencyEnded:
+    """A job that others may wait for has ended."""
+
+    job: str
+    phase: Phase
+    how: str
+    """How it ended, as the end of a sentence: "failed", "was cancelled", …"""
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,25 @@ class Retry:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A user cancels the job."""
+    """A user cancels the job, or its sweep does."""
+
+    pruned: str | None = None
+    """Why a sweep prunes it: its processes end at once, without saving. None: it is cancelled."""
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """The trials of a sweep have come further."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class SweepEnded:
+    """All trials of a sweep have ended, or no more can start."""
+
+    complete: bool
+    message: str
 
 
 @dataclass(frozen=True)
@@ -241,6 +274,7 @@ class Recover:
 Event: TypeAlias = (
     Submit
     | Rerun
+    | DependencyEnded
     | Allocate
     | Started
     | FirstStep
@@ -254,6 +288,8 @@ Event: TypeAlias = (
     | Exited
     | Retry
     | Cancel
+    | SweepProgress
+    | SweepEnded
     | Suspend
     | Resume
     | Expire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .state import ChangeStage, Intent, JobState, Phase
+from .state import SWEEPING, ChangeStage, Intent, JobState, Phase
 
 
 def broken_rules(state: JobState) -> list[str]:
@@ -35,7 +35,7 @@ def _running(state: JobState) -> Iterator[tuple[str, bool]]:
     moves = state.intent is Intent.MOVE
     yield (
         "a job is Running exactly while it has an attempt that does not move",
-        ((state.phase is Phase.RUNNING) == (runs and not moves)),
+        ((state.phase is Phase.RUNNING) == (runs and not moves)) or state.reason == SWEEPING,
     )
     yield "a job that moves is Restarting", not moves or state.phase is Phase.RESTARTING
     yield "only a running attempt has an intent", runs or state.intent is None
@@ -96,6 +96,10 @@ def _waiting(state: JobState) -> Iterator[tuple[str, bool]]:
     idle = state.phase in (Phase.CREATED, Phase.QUEUED, Phase.SUSPENDED)
     yield "a job that waits for an allocation has none", not idle or empty
     restarts = state.phase is Phase.RESTARTING
+    yield (
+        "a job that waits for others has no allocation",
+        not state.waits_for or (empty and state.phase in (Phase.QUEUED, Phase.SUSPENDED)),
+    )
     yield "a job that restarts has an allocation", not restarts or bool(state.assigned)
     stops = state.running_on and state.intent not in (None, Intent.MOVE)
     yield (

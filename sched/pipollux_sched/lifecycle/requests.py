@@ -5,15 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .events import Action, Record, Recover, Rerun, Stop
+from .events import (
+    Action,
+    Cancel,
+    DependencyEnded,
+    Kill,
+    Record,
+    Recover,
+    Rerun,
+    Stop,
+    SweepEnded,
+    SweepProgress,
+)
 from .resizes import again
-from .state import Intent, JobState, Phase
+from .state import PRUNED, SWEEPING, Intent, JobState, Phase
 from .steps import (
     DEADLINE,
     NOT_ADOPTED,
+    WAITS_FOR_JOBS,
     Transition,
     ended_early,
     enter,
+    hold_back,
     set_aside,
     stop,
     stopped_record,
@@ -23,14 +36,46 @@ _FINAL = (Intent.CANCEL, Intent.EXPIRE)
 """Intents of a stop with which the job ends."""
 
 
-def cancel(state: JobState, now: float) -> Transition:
+def cancel(state: JobState, event: Cancel, now: float) -> Transition:
     """End the job: at once if nothing of it runs, else when it has saved."""
     if state.phase.ended:
         return state, ()
+    if event.pruned is not None:
+        return _prune(state, event.pruned, now)
     if not state.running_on:
         return ended_early(state, Intent.CANCEL, now)
     message = "The job was cancelled and is being stopped."
     return _stopping(state, "Stopping", message, "cancelled", now, intent=Intent.CANCEL)
+
+
+def _prune(state: JobState, why: str, now: float) -> Transition:
+    """End the job without a checkpoint, unless it is ending already."""
+    if state.intent in _FINAL:
+        return state, ()
+    pruned = enter(state, state.phase, PRUNED, why, now)
+    if not state.running_on:
+        return ended_early(pruned, Intent.CANCEL, now)
+    stopping = enter(state, Phase.RUNNING, PRUNED, why, now, intent=Intent.CANCEL)
+    record = Record("stopping", state.attempt, {"why": why})
+    return stopping, (record, Kill(state.attempt, why))
+
+
+def sweep_progress(state: JobState, event: SweepProgress, now: float) -> Transition:
+    """Say how far a sweep has come; it runs as long as it has trials to run."""
+    if state.phase.ended or state.suspended or state.waits_for:
+        return state, ()
+    return enter(state, Phase.RUNNING, SWEEPING, event.message, now), ()
+
+
+def sweep_ended(state: JobState, event: SweepEnded, now: float) -> Transition:
+    """End a sweep."""
+    if state.phase.ended:
+        return state, ()
+    if event.complete:
+        done = enter(state, Phase.COMPLETE, "Finished", event.message, now)
+        return done, (Record("complete", None, {"step": None, "epoch": None}),)
+    failed = enter(state, Phase.FAILED, "NoTrialComplete", event.message, now)
+    return failed, (Record("failed", None, {"why": event.message}),)
 
 
 def expire(state: JobState, why: str, now: float) -> Transition:
@@ -66,21 +111,55 @@ def resume(state: JobState, now: float) -> Transition:
     record = Record("resumed", state.attempt or None)
     if state.running_on:  # it still stops; then it waits like a job that the allocator suspended
         return free, (record,)
+    if state.waits_for:
+        return hold_back(free, now), (record,)
     message = "The job was resumed, and waits for the allocator."
     return enter(free, Phase.QUEUED, "Resumed", message, now), (record,)
 
 
 def rerun(state: JobState, event: Rerun, now: float) -> Transition:
     """Rerun an ended job from its last checkpoint or from scratch, as a complete job must be."""
-    nothing_left = state.phase is Phase.COMPLETE and not event.from_scratch
+    more = event.from_scratch or event.more_trials
+    nothing_left = state.phase is Phase.COMPLETE and not more
     if not state.phase.ended or nothing_left:
         return state, ()
     first = state.attempt + 1 if event.from_scratch else state.first_attempt
     where = "the start" if event.from_scratch else "its last checkpoint"
-    fresh = replace(state, failures=0, max_restarts=event.max_restarts, first_attempt=first)
+    fresh = replace(
+        state,
+        failures=0,
+        max_restarts=event.max_restarts,
+        first_attempt=first,
+        waits_for=event.waits_for,
+        ready_at=None,
+    )
     record = Record("rerun", None, {"from_scratch": event.from_scratch})
+    if event.waits_for:
+        return hold_back(fresh, now), (record,)
     message = f"The job is run again, from {where}."
     return enter(fresh, Phase.CREATED, "RunAgain", message, now), (record,)
+
+
+def dependency_ended(state: JobState, event: DependencyEnded, now: float) -> Transition:
+    """Let the job start if this was the last one that it waited for; fail it if it never can."""
+    mine = next((entry for entry in state.waits_for if entry.job == event.job), None)
+    if state.phase.ended or mine is None:
+        return state, ()
+    if not mine.met_by(event.phase):
+        why = f"The job can never start: it waits for {mine}, which {event.how}."
+        record = Record("failed", state.attempt or None, {"why": why})
+        return enter(state, Phase.FAILED, "DependencyNotMet", why, now), (record,)
+    left = tuple(entry for entry in state.waits_for if entry is not mine)
+    held = state.reason == WAITS_FOR_JOBS
+    if left:
+        waiting = replace(state, waits_for=left)
+        return (hold_back(waiting, now) if held else waiting), ()
+    free = replace(state, waits_for=(), ready_at=now)
+    record = Record("ready", state.attempt or None)
+    if not held:  # its user suspended it meanwhile
+        return free, (record,)
+    message = "The jobs that it waited for have ended."
+    return enter(free, Phase.CREATED, "Ready", message, now), (record,)
 
 
 def shutdown(state: JobState, now: float) -> Transition:
@@ -120,7 +199,7 @@ def not_adopted(state: JobState, attempt: int, why: str, now: float) -> Transiti
 
 def recover(state: JobState, event: Recover, now: float) -> Transition:
     """Queue a job of which a new scheduler has found no process."""
-    if state.phase.ended:
+    if state.phase.ended or state.waits_for or state.reason == SWEEPING:
         return state, ()
     stopped = stopped_record(state.attempt, event.step, event.checkpoint)
     lost = (stopped,) if state.running_on else ()

@@ -9,6 +9,11 @@ from functools import cached_property
 CANCELLED = "Cancelled"
 """Displayed reason of the phase `FAILED` for a cancelled job."""
 
+PRUNED = "Pruned"
+"""The same for a trial of a sweep that was stopped because others are better."""
+SWEEPING = "Sweeping"
+"""Reason of the phase `RUNNING` of a sweep, which has no processes of its own."""
+
 
 class Phase(StrEnum):
     """The phase of a job; also the types of its conditions."""
@@ -48,6 +53,33 @@ class Outcome(StrEnum):
     """The replicas agreed to stop and left a checkpoint with the marker of this attempt."""
     FAILED = "failed"
     """Anything else."""
+
+
+class When(StrEnum):
+    """How a job has to end for another one that waits for it."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """It failed, was cancelled, or can never start."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """A job that another one waits for."""
+
+    job: str
+    when: When = When.SUCCEEDED
+
+    def met_by(self, phase: Phase) -> bool:
+        """Return whether a job that has ended in this phase is what was waited for."""
+        wanted = {When.SUCCEEDED: Phase.COMPLETE, When.FAILED: Phase.FAILED}
+        return wanted.get(self.when, phase) is phase
+
+    def __str__(self) -> str:
+        """Return it as the end of a sentence that begins with "waits for"."""
+        verbs = {When.SUCCEEDED: "complete", When.FAILED: "fail", When.ENDED: "end"}
+        return f"job {self.job} to {verbs[self.when]}"
 
 
 @dataclass(frozen=True)
@@ -160,6 +192,10 @@ class JobState:
     """Most such failures that lead to a restart."""
     first_attempt: int = 1
     """First attempt of the present run; checkpoints of earlier runs are left alone."""
+    waits_for: tuple[Dependency, ...] = ()
+    """Jobs that have not ended yet, and have to before this one may start."""
+    ready_at: float | None = None
+    """Time at which the last job that it waited for ended; None: it waits, or never did."""
 
     @property
     def condition(self) -> Condition | None:
@@ -178,8 +214,8 @@ class JobState:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the job has ended because its user cancelled it."""
-        return self.phase is Phase.FAILED and self.reason == CANCELLED
+        """Whether the job has ended because its user cancelled it, or its sweep pruned it."""
+        return self.phase is Phase.FAILED and self.reason in (CANCELLED, PRUNED)
 
     @property
     def message(self) -> str:

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .events import Action, Record, Start, Stop
-from .state import CANCELLED, Condition, Intent, JobState, Membership, Phase
+from .state import CANCELLED, PRUNED, Condition, Intent, JobState, Membership, Phase
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
+WAITS_FOR_JOBS = "WaitsForJobs"
 NOT_ADOPTED = "NotAdopted"
+
+MOST_NAMED = 3
+"""Largest number of jobs that a message names."""
 
 _AT_REST: dict[str, Any] = {
     "assigned": (),
@@ -20,6 +24,7 @@ _AT_REST: dict[str, Any] = {
     "training": False,
     "intent": None,
     "suspended": False,
+    "waits_for": (),
 }
 
 Transition: TypeAlias = tuple[JobState, tuple[Action, ...]]
@@ -93,8 +98,18 @@ def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
         why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
         record = Record("failed", state.attempt or None, {"why": why})
         return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
-    ended = enter(state, Phase.FAILED, CANCELLED, "The job was cancelled.", now)
-    return ended, (Record("cancelled", state.attempt or None),)
+    pruned = state.reason == PRUNED
+    reason, message = (PRUNED, state.message) if pruned else (CANCELLED, "The job was cancelled.")
+    ended = enter(state, Phase.FAILED, reason, message, now)
+    return ended, (Record("pruned" if pruned else "cancelled", state.attempt or None),)
+
+
+def hold_back(state: JobState, now: float) -> JobState:
+    """Queue a job that waits for other jobs."""
+    waits = " and for ".join(str(entry) for entry in state.waits_for[:MOST_NAMED])
+    more = len(state.waits_for) - MOST_NAMED
+    message = f"The job waits for {waits}{f' and for {more} more' if more > 0 else ''}."
+    return enter(state, Phase.QUEUED, WAITS_FOR_JOBS, message, now, assigned=())
 
 
 def set_aside(state: JobState, now: float) -> JobState:

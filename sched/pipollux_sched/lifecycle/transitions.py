@@ -26,6 +26,7 @@ from .events import (
     Cancel,
     ChangeOverdue,
     ChangeRefused,
+    DependencyEnded,
     ElasticReady,
     Event,
     Exited,
@@ -49,6 +50,8 @@ from .events import (
     Submit,
     Survived,
     Suspend,
+    SweepEnded,
+    SweepProgress,
     Switched,
     WaitingToJoin,
 )
@@ -58,6 +61,7 @@ from .steps import (
     Transition,
     ended_early,
     enter,
+    hold_back,
     set_aside,
     start,
     stop,
@@ -92,6 +96,8 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
             return _submit(state, event, now)
         case Rerun():
             return requests.rerun(state, event, now)
+        case DependencyEnded():
+            return requests.dependency_ended(state, event, now)
         case Allocate():
             return _allocate(state, event, now)
         case Started():
@@ -125,7 +131,11 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case NodeLost():
             return _node_lost(state, event, now)
         case Cancel():
-            return requests.cancel(state, now)
+            return requests.cancel(state, event, now)
+        case SweepProgress():
+            return requests.sweep_progress(state, event, now)
+        case SweepEnded():
+            return requests.sweep_ended(state, event, now)
         case Suspend():
             return requests.suspend(state, now)
         case Resume():
@@ -144,10 +154,15 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
 
 def _submit(state: JobState, event: Submit, now: float) -> Transition:
     if state.phase is Phase.CREATED:
-        fresh = replace(state, max_restarts=event.max_restarts)
+        fresh = replace(state, max_restarts=event.max_restarts, waits_for=event.waits_for)
+        if event.waits_for:
+            return hold_back(fresh, now), ()
         return enter(fresh, Phase.CREATED, "Submitted", "The job was submitted.", now), ()
     if state.phase is Phase.FAILED:
-        fresh = replace(state, max_restarts=event.max_restarts, failures=0)
+        changes: dict[str, Any] = {"failures": 0, "waits_for": event.waits_for, "ready_at": None}
+        fresh = replace(state, max_restarts=event.max_restarts, **changes)
+        if event.waits_for:
+            return hold_back(fresh, now), ()
         message = "The job was submitted again and continues from its last checkpoint."
         return enter(fresh, Phase.CREATED, "SubmittedAgain", message, now), ()
     return state, ()
@@ -155,7 +170,7 @@ def _submit(state: JobState, event: Submit, now: float) -> Transition:
 
 def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     nodes = tuple(event.nodes)
-    if state.phase.ended or state.suspended or state.intent is not None:
+    if state.phase.ended or state.suspended or state.waits_for or state.intent is not None:
         return state, ()
     if state.membership.change is not None:  # the next decision comes after the resize
         return state, ()

@@ -124,11 +124,14 @@ def _find_standing(store: Store, job: JobRecord) -> Standing:
     state = Snapshot.read(store)
     candidate = state.candidate(job.name)
     if candidate is None:
-        waits = (
-            f"its user: pipollux resume {job.name}"
-            if pin is not None and pin.kind is LimitKind.SUSPENDED
-            else "its processes to end"
-        )
+        if pin is not None and pin.kind is LimitKind.SUSPENDED:
+            waits = f"its user: pipollux resume {job.name}"
+        elif job.is_sweep:
+            waits = f"its trials: pipollux sweeps {job.name}"
+        elif job.state.waits_for:
+            waits = "; ".join(str(entry) for entry in job.state.waits_for)
+        else:
+            waits = "its processes to end"
         limits: tuple[Limit, ...] = () if pin is None else (pin,)
         return Standing(None, None, None, None, limits, waits)
     spec = parse_job(job.spec)

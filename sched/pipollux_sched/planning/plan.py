@@ -103,6 +103,9 @@ def plan(
         SpecError: a current allocation names an unknown node or exceeds a node.
         PlanError: a job could not run even on the empty cluster.
     """
+    sweep = next((job.name for job in jobs if job.sweep is not None), None)
+    if sweep is not None:
+        raise PlanError(f"job '{sweep}' is a sweep, whose trials have no plan; submit it instead")
     nodes = {node.name: node_info(node) for node in cluster.nodes}
     infos = {
         job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number))

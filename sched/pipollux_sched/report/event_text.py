@@ -165,6 +165,8 @@ _TELLING: _Telling = {
     "complete": _complete,
     "failed": lambda event: f"failed: {first_line(event['why'])}",
     "cancelled": lambda _event: "cancelled",
+    "pruned": lambda _event: "pruned, as other trials are better",
+    "ready": lambda _event: "the jobs that it waited for have ended",
     "suspended": lambda _event: "suspended by its user",
     "resumed": lambda _event: "resumed by its user",
     "rerun": _rerun,

@@ -19,7 +19,7 @@ from .limits import Limits
 from .overload import Overload
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
-from .routes import events, job_side, jobs, nodes, overview, service, teams, tokens
+from .routes import events, job_side, jobs, nodes, overview, service, sweeps, teams, tokens
 from .schemas import refusals
 from .swagger_page import add_docs
 from .web_page import add_pages
@@ -34,6 +34,7 @@ DESCRIPTION = (
 TAGS = {
     "jobs' own": "Requests of jobs about themselves, with their own token.",
     "jobs": "Submit, watch and end jobs.",
+    "sweeps": "The trials of sweeps. A sweep is submitted, suspended and cancelled as a job.",
     "nodes": "The nodes of the cluster, and their condition.",
     "teams": "Quotas and usage of teams.",
     "tokens": "Tokens of users, with their roles; for admins.",
@@ -72,7 +73,7 @@ def create_app(
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, metrics=metrics)
     answer_errors(app)
-    for part in (job_side, jobs, nodes, teams, tokens, events, overview, service):
+    for part in (job_side, jobs, sweeps, nodes, teams, tokens, events, overview, service):
         app.include_router(part.router)
     if open_metrics:
         app.include_router(service.metrics_router)

@@ -20,6 +20,7 @@ from pipollux_sched.report.run_events import NothingToReportError
 from pipollux_sched.spec.job import SpecError
 from pipollux_sched.store import (
     ConflictError,
+    DependencyError,
     StoreError,
     StoreTakenError,
     StoreUnavailableError,
@@ -45,6 +46,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (ConflictError, 409),
     (StoreUnavailableError, 503),
     (StoreTakenError, 503),
+    (DependencyError, 422),
     (StoreError, 500),
     (SpecError, 422),
     (TooManyRequestsError, 429),

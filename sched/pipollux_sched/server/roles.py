@@ -60,6 +60,8 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/jobs/{name}/explanation"): Access.VIEWER,
     ("GET", "/jobs/{name}/logs"): Access.LOGS,
     ("GET", "/jobs/{name}/logs/{attempt}/{replica}"): Access.LOGS,
+    ("GET", "/sweeps"): Access.VIEWER,
+    ("GET", "/sweeps/{name}"): Access.VIEWER,
     ("GET", "/nodes"): Access.VIEWER,
     ("PUT", "/nodes/{name}"): Access.ADMIN,
     ("POST", "/decisions"): Access.ADMIN,

@@ -23,10 +23,11 @@ from pydantic import (
 )
 
 from pipollux_perfmodel import SchedHints
-from pipollux_sched.utils.yaml_file import SpecError, YamlFile, read_yaml_file
+from pipollux_sched.utils.yaml_file import SpecError, YamlFile, parse_yaml, read_yaml_file
 from pipollux_utils.units import parse_bytes, parse_duration
 from pipollux_utils.validation import problem_at, problems
 
+from .dependencies import Dependency, check_dependencies, find_cycle, spelled_out
 from .hints import HintsField
 from .names import (
     MOST_OF_IMAGE,
@@ -37,6 +38,7 @@ from .names import (
     check_image,
     schema_bounds,
 )
+from .sweep import Parameters, SweepSpec, check_placeholders, fill_in, trial_name
 from .variables import check_variables
 
 MOST_BYTES = 100_000
@@ -194,6 +196,16 @@ class JobSpec(Spec):
         default=(), description="a list of texts"
     )
     """Arguments of the script or of the image's entry point."""
+    after: Annotated[
+        List[Dependency], BeforeValidator(spelled_out), AfterValidator(check_dependencies)
+    ] = Field(default=(), description="a list of names of jobs, or of {job: NAME, when: ended}")
+    """Jobs that have to end before this one starts. A name waits for success; `when` is
+    `succeeded`, `failed` or `ended`."""
+    sweep: SweepSpec | None = Field(
+        default=None, description="a mapping such as {grid: {lr: [0.1, 0.01]}}"
+    )
+    """Runs the job many times with different parameters, which replace placeholders such as
+    `{lr}` in `args`."""
     num_stages: Count = 1
     """Number K of stages of a replica, one slot each; a replica lies on one node."""
     stage_choices: List[Count] = Field(default=(), description="a list of numbers, as in [1, 2, 4]")
@@ -286,6 +298,8 @@ class JobSpec(Spec):
                 "lower the one or raise the other",
             )
         self._check_choices()
+        if self.sweep is not None:
+            self._check_sweep(self.sweep)
         running = len(self.allocation)
         if running and not self.min_replicas <= running <= self.max_replicas:
             raise problem_at(
@@ -314,6 +328,30 @@ class JobSpec(Spec):
                     f"'{folder}' is relative, but a job with an image begins in no folder of this "
                     "machine; give a path that begins with '/'",
                 )
+
+    def _check_sweep(self, sweep: SweepSpec) -> None:
+        check_placeholders(self.args, sweep.names)
+        last = trial_name(self.name, sweep.num_trials - 1)
+        if len(last) > NAME_LENGTH:
+            raise problem_at(
+                ("name",),
+                f"'{self.name}' is too long for a sweep: the name of its last trial, {last}, has "
+                f"{len(last)} characters, at most {NAME_LENGTH} are allowed; shorten it",
+            )
+        for name in ("checkpoint_dir", "allocation"):
+            if getattr(self, name):
+                raise problem_at((name,), "is for one job; leave it out of a sweep")
+
+    def of_trial(self, number: int, parameters: Parameters) -> Self:
+        """Return the job of a trial of this sweep."""
+        changes = {
+            "name": trial_name(self.name, number),
+            "args": tuple(fill_in(text, parameters) for text in self.args),
+            "sweep": None,
+            "after": (),
+            "deadline": None,
+        }
+        return self.model_copy(update=changes)
 
     def _check_choices(self) -> None:
         requested, choices = self.requested_replicas, self.stage_choices
@@ -356,7 +394,24 @@ class JobBatch(Spec):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_names("jobs", [job.name for job in self.jobs])
+        cycle = cycle_of(self.jobs)
+        if cycle is not None:
+            index = [job.name for job in self.jobs].index(cycle[0])
+            raise problem_at(("jobs", index, "after"), spell_cycle(cycle))
         return self
+
+
+def cycle_of(jobs: Sequence[JobSpec]) -> list[str] | None:
+    """Return jobs that wait for each other in a circle: see `find_cycle`."""
+    return find_cycle({job.name: [entry.job for entry in job.after] for job in jobs})
+
+
+def spell_cycle(cycle: Sequence[str]) -> str:
+    """Explain why jobs that wait for each other in a circle are refused."""
+    return (
+        f"jobs that wait for each other in a circle never start ({' after '.join(cycle)}); remove "
+        "one of the dependencies"
+    )
 
 
 def _check_names(where: str, names: Sequence[str]) -> None:
@@ -380,6 +435,11 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
     return list(load_model(read_yaml_file(path, "jobs:"), JobBatch).jobs)
+
+
+def parse_jobs(text: str, source: str) -> list[JobSpec]:
+    """Return the jobs in the text of a `jobs.yaml`; `source` names it in errors."""
+    return list(load_model(parse_yaml(text, Path(source), "jobs:"), JobBatch).jobs)
 
 
 def parse_job(data: Any, source: str = "job") -> JobSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .attempts import AttemptCounts, moving_average
 from .errors import (
     ConflictError,
+    DependencyError,
     JobEndedError,
     JobExistsError,
     JobUnfinishedError,
@@ -25,16 +26,19 @@ from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
 from .queries import CompletedRecord, Glance, NoisePoint
 from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, UnknownReplicaError
-from .reports import ReceivedHints, ReceivedReport
+from .reports import MetricValue, ReceivedHints, ReceivedReport
 from .state_dir import ServerInfo, StateDir
 from .store import Store
 from .submissions import Submission
+from .sweeps import Curve, TrialRecord, TrialState
 
 __all__ = [
     "AttemptCounts",
     "AttemptRecord",
     "CompletedRecord",
     "ConflictError",
+    "Curve",
+    "DependencyError",
     "Discovery",
     "Glance",
     "Holder",
@@ -48,6 +52,7 @@ __all__ = [
     "JobUnfinishedError",
     "KeptHeartbeat",
     "ListedPhase",
+    "MetricValue",
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
@@ -67,6 +72,8 @@ __all__ = [
     "Submission",
     "TeamFullError",
     "Timeline",
+    "TrialRecord",
+    "TrialState",
     "UnknownJobError",
     "UnknownNodeError",
     "UnknownReplicaError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, case, distinct, func, select, true
+from sqlalchemy import ColumnElement, String, case, cast, distinct, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from pipollux_sched.lifecycle import Intent, Outcome, Phase
@@ -19,6 +19,12 @@ CHANGED = "changed"
 """Outcome of a membership that ended with an elastic resize."""
 RESTART_WEIGHT = 0.3
 """Weight of the newest restart in the moving average of restart costs."""
+
+
+def has_reason(conditions: InstrumentedAttribute[Any], reason: str) -> ColumnElement[bool]:
+    """Return whether one of a job's conditions has a reason."""
+    # A quote within a message is escaped as \", so this matches only a condition's own reason.
+    return cast(conditions, String).contains(f'"reason": "{reason}"')
 
 
 class AttemptCounts(NamedTuple):

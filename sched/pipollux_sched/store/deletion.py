@@ -22,7 +22,16 @@ from .database import Database
 from .errors import JobExistsError, JobUnfinishedError
 from .records import JobRecord, job_record
 from .retention import delete_events
-from .tables import AttemptRow, EventRow, HeartbeatRow, HintsRow, MetaRow, ReplicaRow
+from .tables import (
+    AttemptRow,
+    EventRow,
+    HeartbeatRow,
+    HintsRow,
+    MetaRow,
+    MetricRow,
+    ReplicaRow,
+    TrialRow,
+)
 
 _MARK = "deleting "
 """Prefix of the key of a pending deletion, before the name of the job."""
@@ -110,8 +119,10 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
     event = journal.log(session, now, "deleted", name, None, told)
     session.flush()  # assigns the id
     session.add(MetaRow(key=_MARK + name, value=str(event.id)))
-    for table in (HintsRow, ReplicaRow, HeartbeatRow, AttemptRow):
+    for table in (HintsRow, MetricRow, ReplicaRow, HeartbeatRow, AttemptRow):
         session.execute(delete(table).where(table.job == name))
+    if job.is_sweep:
+        session.execute(delete(TrialRow).where(TrialRow.sweep == name))
     session.delete(row)
     return job
 

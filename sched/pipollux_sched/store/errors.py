@@ -25,6 +25,10 @@ class UnknownJobError(StoreError):
     """No job has this name."""
 
 
+class DependencyError(StoreError):
+    """A job waits for one that is not known, or that has ended otherwise."""
+
+
 class UnknownNodeError(StoreError):
     """No node has this name."""
 

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select, or_, select
 
-from pipollux_sched.lifecycle import Phase
+from pipollux_sched.lifecycle import PRUNED, Phase
 
+from .attempts import has_reason
 from .database import Database
 from .tables import HintsRow, JobRow
 
@@ -161,5 +162,9 @@ def _reported(names: Collection[str]) -> Select[tuple[str, str, float, dict[str,
     return (
         select(JobRow.name, JobRow.phase, HintsRow.time, JobRow.spec)
         .join(HintsRow, HintsRow.job == JobRow.name)
-        .where(JobRow.name.in_(names), JobRow.phase != Phase.FAILED.value)
+        # What a pruned trial measured is as good as that of any other one.
+        .where(
+            JobRow.name.in_(names),
+            or_(JobRow.phase != Phase.FAILED.value, has_reason(JobRow.conditions, PRUNED)),
+        )
     )

@@ -10,10 +10,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, String, and_, case, cast, func, or_, select
 from sqlalchemy.orm import Session
 
-from pipollux_sched.lifecycle import Intent, Phase
+from pipollux_sched.lifecycle import CANCELLED, PRUNED, Intent, Phase
 
 from . import journal
-from .attempts import ENDED
+from .attempts import ENDED, has_reason
 from .records import Point
 from .tables import JobRow, PointRow
 
@@ -70,6 +70,8 @@ class JobQuery:
     offset: int = 0
     limit: int | None = None
     """Largest number of jobs; None: all."""
+    trials: bool = True
+    """Whether the jobs of trials are in the list, besides their sweep."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,7 @@ _STAGES = case(
     else_=func.coalesce(JobRow.num_stages, _OWN_STAGES),
 )
 _REPLICAS = case((_HELD > 0, _HELD), else_=_GIVEN)
-# A quote within a message is escaped as \", so this matches only a condition's own reason.
-_CANCELLED = cast(JobRow.conditions, String).contains('"reason": "Cancelled"')
+_CANCELLED = or_(has_reason(JobRow.conditions, CANCELLED), has_reason(JobRow.conditions, PRUNED))
 _PHASE = case(
     (and_(JobRow.phase == Phase.FAILED.value, _CANCELLED), ListedPhase.CANCELLED.value),
     (
@@ -166,9 +167,9 @@ def page(session: Session, query: JobQuery, now: float) -> JobPage:
     return JobPage(tuple(lines[number] for number in found if number in lines), num_found)
 
 
-def count_by_phase(session: Session) -> dict[ListedPhase, int]:
+def count_by_phase(session: Session, *, trials: bool = True) -> dict[ListedPhase, int]:
     """Return the number of jobs in each phase that has any, in the order of lists."""
-    query = select(_PHASE, func.count()).group_by(_PHASE)
+    query = select(_PHASE, func.count()).where(_filter(JobQuery(trials=trials))).group_by(_PHASE)
     counts = {row[0]: row[1] for row in session.execute(query)}
     return {phase: counts[phase.value] for phase in ListedPhase if phase.value in counts}
 
@@ -229,6 +230,8 @@ def _filter(query: JobQuery) -> ColumnElement[bool]:
         conditions.append(_PHASE.in_([phase.value for phase in query.phases]))
     if query.name:
         conditions.append(JobRow.name.icontains(query.name, autoescape=True))
+    if not query.trials:
+        conditions.append(JobRow.trial.is_(None))
     return and_(True, *conditions)
 
 

@@ -32,6 +32,7 @@ from pipollux_sched.lifecycle import (
     advance,
 )
 
+from . import dependencies, sweeps
 from .attempts import CHANGED, ENDED
 from .errors import JobEndedError, StaleAttemptError, UnknownJobError
 from .heartbeats import drop_heartbeats
@@ -95,6 +96,12 @@ def advance_job(
         _keep_membership(session, row.name, after, event, now)
     for action in actions:
         _keep_action(session, row, after, action, now)
+    if after.phase.ended and not before.phase.ended:
+        if row.trial is not None:
+            sweeps.end_trial(session, row, after)
+        # Nothing of these jobs runs, so there is nothing to carry out.
+        for waiting in dependencies.waiting_for(session, row.name):
+            advance_job(session, waiting, dependencies.end_of(row.name, after), now)
     todo = tuple(action for action in actions if not isinstance(action, Record))
     return Change(job_record(row), todo)
 

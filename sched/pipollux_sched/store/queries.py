@@ -87,8 +87,10 @@ class Overview:
             }
 
     def ended_since(self, moment: float) -> list[tuple[float, float]]:
-        """Return the submission and end times of the jobs that ended after a time."""
-        query = select(JobRow.submitted_at, JobRow.ended_at).where(JobRow.ended_at > moment)
+        """Return when the jobs that ended after a time could have started, and ended."""
+        ready = func.coalesce(JobRow.ready_at, JobRow.submitted_at)
+        processes = or_(JobRow.sweep.is_(None), JobRow.trial.is_not(None))
+        query = select(ready, JobRow.ended_at).where(JobRow.ended_at > moment, processes)
         with self._database.read() as session:
             return [(row[0], row[1] or moment) for row in session.execute(query)]
 
@@ -103,11 +105,12 @@ class Overview:
         with self._database.read() as session:
             return job_list.page(session, query, now)
 
-    def glance(self) -> Glance:
-        """Return figures over all jobs."""
+    def glance(self, *, trials: bool = True) -> Glance:
+        """Return figures over all jobs; without `trials`, phases count those of sweeps once."""
         with self._database.read() as session:
             goodput, num_told = job_list.goodput(session)
-            counts, holders = job_list.count_by_phase(session), job_list.holders(session)
+            counts = job_list.count_by_phase(session, trials=trials)
+            holders = job_list.holders(session)
             oldest = _oldest_attempt(session)
             return Glance(counts, tuple(holders), goodput if num_told else None, oldest)
 

@@ -10,11 +10,13 @@ from typing import Any
 from pipollux_sched.lifecycle import (
     ChangeStage,
     Condition,
+    Dependency,
     Intent,
     JobState,
     Membership,
     PendingResize,
     Phase,
+    When,
 )
 from pipollux_sched.spec.variables import hide_values
 
@@ -35,11 +37,27 @@ class JobRecord:
     deadline_at: float | None
     """Time at which the job is ended, complete or not; None: never."""
     state: JobState
+    sweep: str | None = None
+    """The sweep that it is a trial of; its own name: it is the sweep. None: it is neither."""
+    trial: int | None = None
+    """Number of the trial; None: it is none."""
+    parameters: Mapping[str, Any] | None = None
+    """Parameters of the trial."""
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is a sweep, which has trials and no processes."""
+        return self.sweep is not None and self.trial is None
 
     @property
     def phase(self) -> Phase:
         """Short for ``state.phase``."""
         return self.state.phase
+
+    @property
+    def ready_at(self) -> float:
+        """The time from which it could have started: its submission, unless it waited for jobs."""
+        return self.submitted_at if self.state.ready_at is None else self.state.ready_at
 
     def to_json_object(self) -> dict[str, Any]:
         """Return the job as plain JSON data, without its token."""
@@ -57,6 +75,9 @@ class JobRecord:
             "reason": self.state.reason,
             "message": self.state.message,
             "conditions": conditions,
+            "sweep": self.sweep,
+            "trial": self.trial,
+            "parameters": None if self.parameters is None else dict(self.parameters),
             "spec": hide_values(self.spec),
         }
 
@@ -148,7 +169,7 @@ class Timeline:
 
 _SAME = (
     *("attempt", "num_stages", "running_stages", "training", "suspended"),
-    *("failures", "interruptions", "max_restarts", "first_attempt"),
+    *("failures", "interruptions", "max_restarts", "first_attempt", "ready_at"),
 )
 """Fields that a job's state and its row have in the same form."""
 
@@ -168,6 +189,7 @@ def job_state(row: JobRow) -> JobState:
         running_on=tuple(row.running_on),
         intent=Intent(row.intent) if row.intent else None,
         membership=_membership(row),
+        waits_for=tuple(Dependency(e["job"], When(e["when"])) for e in row.waits_for or ()),
         **{name: getattr(row, name) for name in _SAME},
     )
 
@@ -195,12 +217,15 @@ def write_job_state(row: JobRow, state: JobState) -> None:
     for name in _SAME:
         setattr(row, name, getattr(state, name))
     row.membership = asdict(state.membership) if state.running_on else None
+    waits = [{"job": entry.job, "when": entry.when.value} for entry in state.waits_for]
+    row.waits_for = waits or None
 
 
 def job_record(row: JobRow) -> JobRecord:
     """Return a copy of a job's row."""
     times = row.submitted_at, row.ended_at, row.deadline_at
-    return JobRecord(row.name, row.spec, row.token, *times, job_state(row))
+    of_sweep = row.sweep, row.trial, row.parameters
+    return JobRecord(row.name, row.spec, row.token, *times, job_state(row), *of_sweep)
 
 
 def node_record(row: NodeRow) -> NodeRecord:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import FirstStep
@@ -14,7 +14,7 @@ from pipollux_sched.lifecycle import FirstStep
 from . import journal
 from .errors import StoreError
 from .records import Point, Timeline
-from .tables import Base, EventRow, HintsRow, JobRow, PointRow
+from .tables import Base, EventRow, HintsRow, JobRow, MetricRow, PointRow
 
 _JOBS = Base.metadata.tables[JobRow.__tablename__]
 _HINTS = Base.metadata.tables[HintsRow.__tablename__]
@@ -25,6 +25,8 @@ _POINTS = Base.metadata.tables[PointRow.__tablename__]
 _NOT_LOGGED = ("layers", "stepProfile")
 """Large hints that rarely change: events leave them out."""
 
+MOST_VALUES = 2000
+"""Largest number of stored values of one metric of a job."""
 _INSERT_EVENTS = insert(_EVENTS).returning(_EVENTS.c.id, sort_by_parameter_order=True)
 _PRESENT = select(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")).join(
     _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
@@ -84,6 +86,15 @@ def _execute(session: Session, statement: Any, rows: Sequence[Mapping[str, Any]]
         session.execute(statement, rows)
 
 
+class MetricValue(NamedTuple):
+    """A value of a metric of one job."""
+
+    name: str
+    step: int
+    value: float | None
+    """None: it was not finite."""
+
+
 class ReceivedReport(NamedTuple):
     """A report of one job, as received."""
 
@@ -91,6 +102,7 @@ class ReceivedReport(NamedTuple):
     attempt: int
     points: Sequence[Point]
     timeline: Timeline | None = None
+    metrics: Sequence[MetricValue] = ()
 
 
 class _Present(NamedTuple):
@@ -120,6 +132,7 @@ def keep_reports(
             present[each.job] = job._replace(trains=True)
         outcomes.append(first)
         events += _events(each, now)
+        _keep_metrics(session, each, now)
         points += ({"job": each.job, **point.__dict__} for point in each.points)
     if not events:
         return outcomes
@@ -132,6 +145,24 @@ def keep_reports(
         rows = [{"event": n, **point} for n, point in zip(told, points, strict=True)]
         session.execute(insert(_POINTS), rows)
     return outcomes
+
+
+def _keep_metrics(session: Session, received: ReceivedReport, now: float) -> None:
+    """Store the metrics of a report; of very many values of a metric, keep evenly spread steps."""
+    for metric in received.metrics:
+        session.merge(MetricRow(job=received.job, time=now, **metric._asdict()))
+    for name in {metric.name for metric in received.metrics}:
+        mine = (MetricRow.job == received.job, MetricRow.name == name)
+        steps = session.scalars(select(MetricRow.step).where(*mine)).all()
+        if len(steps) <= MOST_VALUES:
+            continue
+        stride, kept = 1, set(steps)
+        while len(kept) > MOST_VALUES // 2 and stride < max(steps):
+            stride *= 2
+            # The same steps for each trial, so that a pruner can compare them.
+            kept = {step for step in steps if step % stride == 0}
+        gone = [*mine, MetricRow.step != max(steps), MetricRow.step % stride != 0]
+        session.execute(delete(MetricRow).where(*gone))
 
 
 def _present(session: Session, names: Collection[str]) -> dict[str, _Present]:

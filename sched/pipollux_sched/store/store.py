@@ -39,8 +39,9 @@ from .records import (
     job_record,
 )
 from .replicas import ReplicaAddresses
-from .reports import ReceivedHints, ReceivedReport
+from .reports import MetricValue, ReceivedHints, ReceivedReport
 from .submissions import Submission, run_again, take_in
+from .sweeps import Sweeps
 from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
 from .tokens import TokenRecords
@@ -83,6 +84,7 @@ class Store:
         self.teams = TeamRecords(self._database, clock, self.families.forget)
         self.tokens = TokenRecords(self._database, clock)
         self.deletions = Deletions(self._database, clock)
+        self.sweeps = Sweeps(self._database, clock)
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.
@@ -131,6 +133,7 @@ class Store:
         Raises:
             JobExistsError: a job with this name has not ended, or is complete.
             TeamFullError: its team has reached its limit of unfinished jobs.
+            DependencyError: it waits for an unknown job, or can never start.
         """
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
 
@@ -223,13 +226,18 @@ class Store:
             return {row[0]: row[1] for row in session.execute(unfinished)}
 
     def add_report(
-        self, name: str, attempt: int, points: Sequence[Point], timeline: Timeline | None = None
+        self,
+        name: str,
+        attempt: int,
+        points: Sequence[Point],
+        timeline: Timeline | None = None,
+        metrics: Sequence[MetricValue] = (),
     ) -> bool:
         """Store a training report; return whether it had the first step of the attempt.
 
         `StaleAttemptError`: `attempt` is not the current one.
         """
-        received = reports.ReceivedReport(name, attempt, points, timeline)
+        received = reports.ReceivedReport(name, attempt, points, timeline, metrics)
         (outcome,) = self.add_all_reports([received])
         if isinstance(outcome, Exception):
             raise outcome

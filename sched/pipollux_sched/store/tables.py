@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, Integer, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -39,6 +48,22 @@ class JobRow(Base):
     """A job: its spec and its current state."""
 
     __tablename__ = "jobs"
+    __table_args__ = (
+        # So that the jobs that wait for another one are found without reading all.
+        Index(
+            "jobs_that_wait",
+            "id",
+            sqlite_where=text("waits_for IS NOT NULL"),
+            postgresql_where=text("waits_for IS NOT NULL"),
+        ),
+        Index(
+            "jobs_of_sweeps",
+            "sweep",
+            "trial",
+            sqlite_where=text("sweep IS NOT NULL"),
+            postgresql_where=text("sweep IS NOT NULL"),
+        ),
+    )
 
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
@@ -62,6 +87,36 @@ class JobRow(Base):
     max_restarts: Mapped[int]
     first_attempt: Mapped[int]
     membership: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    waits_for: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    ready_at: Mapped[float | None]
+    sweep: Mapped[str | None]
+    trial: Mapped[int | None]
+    parameters: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class TrialRow(Base):
+    """A trial of a sweep, whether or not it has a job yet."""
+
+    __tablename__ = "trials"
+
+    sweep: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    parameters: Mapped[dict[str, Any]]
+    state: Mapped[str]
+    value: Mapped[float | None]
+    attributes: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
+class MetricRow(Base):
+    """A value of a metric that a job has reported."""
+
+    __tablename__ = "metrics"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.name"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[float | None]
+    time: Mapped[float]
 
 
 class HintsRow(Base):

@@ -77,7 +77,11 @@ def read_yaml_file(path: str | Path, example: str) -> YamlFile:
     `SpecError`: the file is missing, unreadable, empty, or not YAML.
     """
     path = Path(path)
-    text = read_text_file(path, SpecError)
+    return parse_yaml(read_text_file(path, SpecError), path, example)
+
+
+def parse_yaml(text: str, path: Path, example: str) -> YamlFile:
+    """Return the contents of a YAML file from its text; see `read_yaml_file`."""
     try:
         loader = _Loader(text)
         try:

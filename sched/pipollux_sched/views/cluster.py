@@ -37,7 +37,8 @@ def list_nodes(store: Store) -> list[NodeDetails]:
 def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
     """Return an overview of the cluster, with a page of jobs and the newest events."""
     now, last_event = time.time(), store.last_event()  # first: clients continue from this event
-    glance, page = store.overview.glance(), store.overview.jobs(query, now)
+    glance = store.overview.glance(trials=query.trials)
+    page = store.overview.jobs(query, now)
     held = _held(glance.holders)
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
     told = (event_summary(event) for event in found)

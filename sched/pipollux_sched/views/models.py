@@ -7,10 +7,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from pipollux_sched.lifecycle import CANCELLED, ChangeStage, Intent, Phase
+from pipollux_sched.lifecycle import CANCELLED, PRUNED, ChangeStage, Intent, Phase, When
 from pipollux_sched.report.event_text import told_line
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point
+from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point, TrialState
 
 
 class View(BaseModel):
@@ -60,8 +60,20 @@ class MembershipView(View):
     change: ChangeView | None
 
 
+class DependencyView(View):
+    """A job that another one waits for, and how it has to end."""
+
+    job: str
+    when: When
+
+
 class JobView(View):
-    """A job; times are seconds since the epoch."""
+    """A job; times are seconds since the epoch.
+
+    `waits_for`: the jobs that have to end before it may start; `ready_at`: when the last one ended.
+    `sweep`: the sweep that the job is a trial of, with its number and parameters; of a sweep, which
+    has no processes itself, its own name.
+    """
 
     name: str
     submitted_at: float
@@ -84,6 +96,11 @@ class JobView(View):
     interruptions: int
     max_restarts: int
     first_attempt: int
+    waits_for: list[DependencyView]
+    ready_at: float | None
+    sweep: str | None
+    trial: int | None
+    parameters: dict[str, Any] | None
     spec: dict[str, Any]
 
     @classmethod
@@ -94,7 +111,7 @@ class JobView(View):
     @property
     def listed_phase(self) -> ListedPhase:
         """The phase as shown in lists."""
-        if self.phase is Phase.FAILED and self.reason == CANCELLED:
+        if self.phase is Phase.FAILED and self.reason in (CANCELLED, PRUNED):
             return ListedPhase.CANCELLED
         if self.phase is Phase.RUNNING and self.intent is not None:
             return ListedPhase.STOPPING
@@ -106,6 +123,42 @@ class JobView(View):
         if self.running_on:
             return self.running_on, self.running_stages or int(self.spec.get("num_stages", 1))
         return self.assigned, self.num_stages
+
+
+class TrialView(View):
+    """A trial of a sweep; `phase` is that of its `job`, null if it has none yet.
+
+    `value`: the metric at its end, or the latest one; null: it has reported none.
+    """
+
+    number: int
+    job: str
+    parameters: dict[str, Any]
+    state: TrialState
+    phase: ListedPhase | None
+    value: float | None
+
+
+class SweepView(View):
+    """A sweep, with the number of trials in each state, and the best complete trial."""
+
+    name: str
+    phase: ListedPhase
+    message: str
+    submitted_at: float
+    ended_at: float | None
+    user: str | None
+    metric: str
+    direction: str
+    num_trials: int
+    trial_states: dict[TrialState, int]
+    best: TrialView | None
+
+
+class SweepDetails(SweepView):
+    """A sweep with its trials, by number; those that a search will propose are missing."""
+
+    trials: list[TrialView]
 
 
 class ListedJob(JobView):

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 
+import pipollux
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
@@ -46,6 +47,16 @@ def test_what_nobody_takes_is_kept_for_the_next_scheduler(
     kept = TrainingReport.model_validate(json.loads((tmp_path / "unsent_report.json").read_text()))
     assert (kept.attempt, [point.step for point in kept.points]) == (3, [1, 2, 3])
     assert saved_in(tmp_path) == ["unsent_report.json"]
+
+
+def test_metrics_that_nobody_takes_are_kept_too(
+    reporter: Callable[[Path, int], Reporter], tmp_path: Path
+) -> None:
+    teller = reporter(tmp_path, free_port())
+    pipollux.report_metric(accuracy=0.5)
+    teller.close()
+    kept = TrainingReport.model_validate(json.loads((tmp_path / "unsent_report.json").read_text()))
+    assert (kept.points, [metric.value for metric in kept.metrics]) == ([], [0.5])
 
 
 def test_what_was_taken_is_not_kept(

@@ -18,6 +18,8 @@ from pipollux_sched.lifecycle import (
     ChangeOverdue,
     ChangeRefused,
     ChangeStage,
+    Dependency,
+    DependencyEnded,
     ElasticReady,
     EndReplicas,
     Event,
@@ -50,11 +52,14 @@ from pipollux_sched.lifecycle import (
     Suspend,
     Switched,
     WaitingToJoin,
+    When,
     advance,
     broken_rules,
     resizes,
 )
 
+WAITS = (Dependency("x"), Dependency("y", When.ENDED))
+ENDED = (Phase.COMPLETE, Phase.FAILED)
 SILENT = (HeartbeatLost, Stalled, StartOverdue, NodeLost, NotAdopted)
 History: TypeAlias = tuple[Event, ...]
 
@@ -94,6 +99,8 @@ def lost(attempt: int, replica: int) -> JoiningReplicaLost:
 
 REQUESTS = (
     *(Submit(1), Rerun(1), Rerun(1, from_scratch=True)),
+    *(Submit(1, WAITS), Rerun(1, waits_for=WAITS)),
+    *(DependencyEnded(job, phase, "ended") for job in "xy" for phase in ENDED),
     *(Cancel(), Suspend(), Resume(), Expire("late"), Shutdown(), Recover()),
 )
 
@@ -162,7 +169,7 @@ def alike(state: JobState) -> JobState:
     )
     attempt = min(state.attempt, 1)
     first = attempt + 1 if state.first_attempt > state.attempt else 1
-    changes = {"attempt": attempt, "first_attempt": first, "interruptions": 0}
+    changes = {"attempt": attempt, "first_attempt": first, "interruptions": 0, "ready_at": None}
     return replace(state, conditions=conditions, membership=renumbered(state.membership), **changes)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from pipollux_sched.spec.dependencies import Dependency
 from pipollux_sched.spec.job import JobSpec, ResourceSpec
 
 from . import names
@@ -30,12 +31,14 @@ _HEADER = """\
 # Generated; write it anew after a change of the job file:
 #   python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml
 """
-_NOT_IN_RESOURCE = ("name", "allocation")
-"""Fields of a job file that a resource expresses otherwise: by its name and its status."""
+_NOT_IN_RESOURCE = ("name", "allocation", "sweep")
+"""Fields of a job file that a resource has otherwise, as its name or status, or not at all."""
 _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""
-_NESTED: Mapping[str, type[BaseModel]] = {ResourceSpec.__name__: ResourceSpec}
+_NESTED: Mapping[str, type[BaseModel]] = {
+    model.__name__: model for model in (ResourceSpec, Dependency)
+}
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
         "description": "true lets the job save and release its devices; false lets it go on.",

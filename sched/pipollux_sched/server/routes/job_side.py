@@ -20,7 +20,11 @@ from pipollux_protocol.messages import (
     Stop,
     TrainingReport,
 )
-from pipollux_sched.controller.training_report import stored_points, stored_timeline
+from pipollux_sched.controller.training_report import (
+    stored_metrics,
+    stored_points,
+    stored_timeline,
+)
 from pipollux_sched.lifecycle import ElasticReady, WaitingToJoin
 from pipollux_sched.server.dependencies import NeedsJob, Services, ServicesDep, StoreDep
 from pipollux_sched.server.request_bodies import JsonRoute
@@ -77,7 +81,7 @@ async def post_report(name: str, services: ServicesDep, report: TrainingReport) 
     The answer has the interval until the next report, which grows with the number of jobs.
     """
     points, timeline = stored_points(report), stored_timeline(report)
-    received = ReceivedReport(name, report.attempt, points, timeline)
+    received = ReceivedReport(name, report.attempt, points, timeline, stored_metrics(report))
     first = await services.reports.put(received)
     services.metrics.reports.inc()
     if first:

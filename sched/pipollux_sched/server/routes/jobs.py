@@ -55,6 +55,7 @@ _FirstJob = Annotated[int, Query(ge=0, le=2**31, description="Number of jobs to 
 _Limit = Annotated[
     int | None, Query(ge=0, le=MOST_JOBS, description="Largest number of jobs; none: all.")
 ]
+_Trials = Annotated[bool, Query(description="Whether trials of sweeps are listed.")]
 _Number = Annotated[int, Path(ge=1, le=2**31, description="Number of the attempt.")]
 _Replica = Annotated[int, Path(ge=0, le=2**31, description="Number of the replica.")]
 _Offset = Annotated[int, Query(ge=0, le=2**62, description="Offset to start at, in bytes.")]
@@ -116,12 +117,14 @@ def jobs(
     name: _Name = "",
     offset: _FirstJob = 0,
     limit: _Limit = None,
+    trials: _Trials = True,
 ) -> list[ListedJob]:
     """Return jobs in the order of their first submission, with their latest progress.
 
     The header `X-Total-Count` has the number of jobs on all pages.
     """
-    query = replace(IN_ORDER, phases=phase, name=name.strip(), offset=offset, limit=limit)
+    wanted = replace(IN_ORDER, phases=phase, name=name.strip(), trials=trials)
+    query = replace(wanted, offset=offset, limit=limit)
     found, num_found = list_jobs(store, query)
     response.headers[TOTAL_HEADER] = str(num_found)
     return found

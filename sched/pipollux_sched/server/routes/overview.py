@@ -31,6 +31,7 @@ _Order = Annotated[JobOrder, Query(description="Sort key of the jobs.")]
 _Descending = Annotated[bool, Query(description="Descending order; unknown values are last.")]
 _Offset = Annotated[int, Query(ge=0, le=2**31, description="Number of jobs to skip.")]
 _Limit = Annotated[int, Query(ge=0, le=MOST_JOBS, description="Largest number of jobs.")]
+_Trials = Annotated[bool, Query(description="Whether trials of sweeps are listed and counted.")]
 _Nodes = Annotated[
     list[Annotated[str, StringConstraints(max_length=255)]] | None,
     Query(max_length=1000, description="Only attempts on these nodes; empty: on any node."),
@@ -66,9 +67,10 @@ def overview(
     offset: _Offset = 0,
     limit: _Limit = 50,
     events: _Last = 0,
+    trials: _Trials = True,
 ) -> ClusterView:
     """Return the nodes, the number of jobs by phase, a page of jobs, the last events."""
-    query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit)
+    query = JobQuery(tuple(phase), name.strip(), order, descending, offset, limit, trials)
     asked_by = CallerView(name=caller.name, role=caller.role, team=caller.team)
     return cluster_view(store, query, events).model_copy(update={"caller": asked_by})
 

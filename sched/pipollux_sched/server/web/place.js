@@ -34,6 +34,7 @@ export function question(choice) {
   const query = new URLSearchParams(address(choice).split("?", 2)[1] ?? "");
   query.delete("page");
   query.set("limit", String(PAGE));
+  if (!choice.name) query.set("trials", "false"); // a sweep is one line, unless its trials are searched for
   query.set("offset", String((choice.page - 1) * PAGE));
   return query.toString();
 }

@@ -1,0 +1,99 @@
+"""Waiting for the end of jobs, also while no scheduler runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipollux_sched.lifecycle import Phase
+from pipollux_sched.report.event_text import event_line
+
+from .console import CommandError
+from .reader import POLL_INTERVAL, asking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipollux_sched.client.client import Client
+    from pipollux_sched.views.models import JobView
+
+
+class Outage:
+    """Tells once that no scheduler answers, and once that one answers again."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self) -> None:
+        """Note that nothing answers, and pause before the next request."""
+        if not self._begun:
+            typer.echo("No scheduler answers; waiting for the next one to go on.", err=True)
+        self._begun = True
+        time.sleep(POLL_INTERVAL)
+
+    def end(self) -> None:
+        """Note that a scheduler has answered."""
+        if self._begun:
+            typer.echo("A scheduler answers again.", err=True)
+        self._begun = False
+
+
+class JobWait:
+    """Waits until jobs have ended, and prints their events.
+
+    Args:
+        state_dir: of the scheduler, which may be restarted meanwhile, and then has another port.
+        last: the id of the newest event before the submission.
+        to_stderr: where the events are printed.
+    """
+
+    def __init__(
+        self, state_dir: Path | None, names: Collection[str], last: int, *, to_stderr: bool
+    ) -> None:
+        self._state_dir, self._names = state_dir, frozenset(names)
+        self._last, self._to_stderr = last, to_stderr
+        self._outage = Outage()
+
+    def run(self) -> list[JobView]:
+        """Return the jobs when all have ended; raise `CommandError` if one is deleted."""
+        from pipollux_sched.client.connection import UnreachableError
+
+        while True:
+            try:
+                with asking(self._state_dir) as client:
+                    return self._follow(client)
+            except UnreachableError:
+                self._outage.begin()
+
+    def _follow(self, client: Client) -> list[JobView]:
+        changed = True  # meanwhile, perhaps
+        while True:
+            events = client.events(self._last)
+            self._outage.end()
+            for event in events:
+                self._last = event["id"]
+                changed |= event["job"] in self._names
+                line = event_line(event)
+                if event["job"] in self._names and line:
+                    typer.echo(line, err=self._to_stderr)
+            if changed and (ended := self._ended(client)):
+                return ended
+            changed = False
+            time.sleep(POLL_INTERVAL)
+
+    def _ended(self, client: Client) -> list[JobView] | None:
+        found = {job.name: job for job in client.jobs(trials=False) if job.name in self._names}
+        if len(found) < len(self._names):
+            raise CommandError(f"{min(self._names - found.keys())} was deleted meanwhile")
+        return [*found.values()] if all(job.phase.ended for job in found.values()) else None
+
+
+def exit_for(ended: Sequence[JobView]) -> None:
+    """Raise `CommandError` if a job has failed."""
+    failed = [job.name for job in ended if job.phase is Phase.FAILED]
+    if failed:
+        raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")
