@@ -40,7 +40,7 @@ print("trained")
 CLUSTER = "nodes: [{name: here, kind: cpu, slots: 2}]\n"
 BASE = ("autograd", "httpx", "numpy", "psutil", "pydantic", "rich", "scipy", "torch", "torchgpipe")
 JOB_PACKAGES = ("hybrid", "perfmodel")
-OPTIONAL = ("matplotlib", "tensorboard")
+OPTIONAL = ("matplotlib", "tensorboard", "zmq")
 """Packages that only an option needs, whose error names the command that installs them."""
 
 
