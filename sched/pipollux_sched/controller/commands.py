@@ -102,16 +102,7 @@ class JobService:
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
         """Accept many jobs: all or, if one is rejected, none, with the errors of `submit`."""
-        self._check_running()
-        fitting = []
-        teams, nodes = stored_teams(self._store), self._nodes()
-        for spec in specs:
-            check_team(spec, teams)
-            self._backend.check(spec)
-            found = admitted(spec, nodes)
-            check_access(found)
-            fitting.append(with_home_checkpoints(found, self._home_of(spec)))
-        self._check_checkpoints(fitting)
+        fitting = self.check(specs)
         changes = self._store.submit_all(
             [
                 Submission(
@@ -126,6 +117,20 @@ class JobService:
         )
         self._reconsider()
         return [change.job for change in changes]
+
+    def check(self, specs: Sequence[JobSpec]) -> list[JobSpec]:
+        """Return jobs as they would be stored; raise the `SpecError` of one that cannot run."""
+        self._check_running()
+        fitting = []
+        teams, nodes = stored_teams(self._store), self._nodes()
+        for spec in specs:
+            check_team(spec, teams)
+            self._backend.check(spec)
+            found = admitted(spec, nodes)
+            check_access(found)
+            fitting.append(with_home_checkpoints(found, self._home_of(spec)))
+        self._check_checkpoints(fitting)
+        return fitting
 
     def _home_of(self, spec: JobSpec) -> str | None:
         """Return the checkpoint folder of the earlier job that a job continues."""

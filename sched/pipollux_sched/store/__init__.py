@@ -19,6 +19,7 @@ from .errors import (
     UnknownTokenError,
 )
 from .families import Predecessor
+from .forecasts import PastForecast, StoredForecast
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
@@ -51,6 +52,7 @@ __all__ = [
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
+    "PastForecast",
     "Point",
     "Predecessor",
     "ReceivedHeartbeat",
@@ -64,6 +66,7 @@ __all__ = [
     "StoreError",
     "StoreTakenError",
     "StoreUnavailableError",
+    "StoredForecast",
     "Submission",
     "TeamFullError",
     "Timeline",

@@ -22,6 +22,7 @@ BODIES = {
     ("post", "/jobs/{name}/replicas"),
     ("post", "/jobs"),
     ("post", "/jobs/batch"),
+    ("post", "/jobs/forecast"),
     ("put", "/nodes/{name}"),
     ("put", "/teams"),
     ("put", "/jobs/{name}/team"),
@@ -64,7 +65,7 @@ def operations_of(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, A
 
 def test_every_path_is_described(document: dict[str, Any]) -> None:
     operations = operations_of(document)
-    assert len(operations) == 38
+    assert len(operations) == 40
     assert {key for key, operation in operations.items() if "requestBody" in operation} == BODIES
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -110,6 +111,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
     bodies = {
         ("post", "/jobs"): {"name": "new", "script": SCRIPT},
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
+        ("post", "/jobs/forecast"): {"jobs": [{"name": "newest", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
         ("post", "/jobs/{name}/heartbeats"): beat,
         ("post", "/jobs/{name}/reports"): report(),
@@ -123,6 +125,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         "/jobs/{name}/delete": "gone",
         "/tokens/{name}": "ana",
     }
+    service.store.add_event("cluster", {"nodes": {}, "policy": "FifoPolicy"})
     for name in ("ended", "gone"):
         service.control.submit(JobSpec(name=name, script=SCRIPT))
         service.control.cancel(name)
@@ -139,7 +142,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 31
+    assert len(models) == 33
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]
