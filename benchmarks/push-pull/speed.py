@@ -37,7 +37,10 @@ def train(options: str, seconds: float, slow: float) -> None:
     torch.set_num_threads(1)
     pipollux.init_process_group("gloo")
     torch.manual_seed(0)
-    layers = [nn.Linear(512, 512), *(nn.Sequential(nn.ReLU(), nn.Linear(512, 512)) for _ in range(11))]
+    layers = [
+        nn.Linear(512, 512),
+        *(nn.Sequential(nn.ReLU(), nn.Linear(512, 512)) for _ in range(11)),
+    ]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     chosen = pipollux.PushPull(**json.loads(options)) if options else None
@@ -75,7 +78,9 @@ def hosts(count: int, rate: float) -> Iterator[list[str]]:
         for index, name in enumerate(names):
             outside = f"pv{tag}{index}"
             _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run(
+                "ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name
+            )
             _run("ip", "link", "set", outside, "master", bridge, "up")
             _run("ip", "-n", name, "addr", "add", f"10.213.0.{index + 1}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
@@ -124,7 +129,12 @@ def measure(
                 command += ["--seconds", str(seconds), "--options", json.dumps(options or "")]
                 output = (Path(folder) / str(rank)).open("w+")
                 replicas.append(
-                    (subprocess.Popen(_within(name, command), env=environment | place, stdout=output), output)
+                    (
+                        subprocess.Popen(
+                            _within(name, command), env=environment | place, stdout=output
+                        ),
+                        output,
+                    )
                 )
             rates = []
             for process, output in replicas:
@@ -169,7 +179,10 @@ def main() -> None:
             for name, options in contestants.items():
                 found = measure(rate, options, given.seconds, slow)
                 shown = ", ".join(f"{x:.1f}" for x in found)
-                print(f"| {rate:g} Mbit/s | {number} | {name} | {sum(found):.1f} | {shown} |", flush=True)
+                print(
+                    f"| {rate:g} Mbit/s | {number} | {name} | {sum(found):.1f} | {shown} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

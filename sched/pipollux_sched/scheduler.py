@@ -1,12 +1,13 @@
 """The scheduler as one object: store, controller, allocator, backend and server.
 
-Six threads share the work, and communicate only through the store:
+Seven threads share the work, and communicate only through the store:
 
 * `pipollux-http` answers jobs and users (`pipollux_sched.server`);
 * `pipollux-allocator` decides on allocations, which may take long (`.allocator`);
 * `pipollux-executor` starts, stops and polls processes (`.controller`);
 * `pipollux-watchdog` checks for overdue events, and prunes the store (`.controller`);
 * `pipollux-records` keeps the cluster's own records of jobs in step (`.backend`);
+* `pipollux-forecasts` has jobs forecast by a process of its own (`.forecasting`);
 * `pipollux-events` passes events on to listeners (`.store.event_feed`).
 
 With autoscaling, `pipollux-expander` requests nodes.
@@ -38,6 +39,9 @@ from pipollux_sched.backend.registry import DEFAULT_BACKEND, EngineOptions, make
 from pipollux_sched.controller.commands import JobService
 from pipollux_sched.controller.controller import Controller
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
+from pipollux_sched.forecasting.loop import SHARE, ForecastLoop
+from pipollux_sched.forecasting.policy import can_simulate
+from pipollux_sched.forecasting.process import ForecastProcess
 from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
@@ -83,13 +87,15 @@ class Scheduler:
         expander: receives requests for nodes.
         allocations: node of each replica by job (`Allocation` if K is not the job's own); replaces
             the policy, and each job runs only there.
+        forecasts: largest share of one core for forecasts of starts and ends; 0: none are made,
+            nor under a policy that is not in `POLICIES`.
         store: URL of the store's database, which is saved; None: the saved one, else SQLite.
         teams: the file of teams, reloaded when it changes; None: those in the store.
         backend: name of the engine that runs jobs: see `backend.registry`.
         backend_options: options of that engine alone.
 
     Raises:
-        ValueError: a time is not between 0 and a week.
+        ValueError: a time is not between 0 and a week, or `forecasts` not between 0 and 1.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class Scheduler:
         autoscaling: AutoscalingRules | None = None,
         expander: Expander | None = None,
         allocations: Mapping[str, Sequence[str]] | None = None,
+        forecasts: float = SHARE,
         store: str | None = None,
         teams: Path | None = None,
         backend: str = DEFAULT_BACKEND,
@@ -119,6 +126,9 @@ class Scheduler:
     ) -> None:
         check_seconds(interval=interval, hints_interval=hints_interval)
         check_seconds(checkpoint_interval=checkpoint_interval, heartbeat_timeout=heartbeat_timeout)
+        if not 0 <= forecasts <= 1:
+            raise ValueError(f"forecasts: {forecasts} must be between 0 and 1")
+        self._forecasts = forecasts
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url, self._cluster, self._teams = store, cluster, teams
         self._backend_name, self._backend_options = backend, backend_options
@@ -179,6 +189,7 @@ class Scheduler:
                 self._threads.watch(self._autoscaler.start())
             self._controller.start(self._threads, resources, self._ending)
             self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
+            self._start_forecasts(resources)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -363,6 +374,16 @@ class Scheduler:
             ending=self._ending,
             autoscaler=self._autoscaler,
         )
+
+    def _start_forecasts(self, resources: ExitStack) -> None:
+        if not self._forecasts or not can_simulate(self._store):
+            return
+        process = ForecastProcess(self.state_dir.store)
+        loop = ForecastLoop(self._store, process, ending=self._ending, share=self._forecasts)
+        self._threads.start(resources, "forecasts", loop.run, self._ending)
+        # First the event, so that the end of the process is no failure; then the join.
+        resources.callback(process.close)
+        resources.callback(self._ending.set)
 
     def _carry_out(self, events: Sequence[tuple[str, Allocate]]) -> None:
         # The lock of `stop`: otherwise a decision could start a job after it.

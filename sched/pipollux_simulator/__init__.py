@@ -54,6 +54,10 @@ from pipollux_simulator.engine.metrics import (
 )
 from pipollux_simulator.engine.outcome import JobOutcome, SimulationOutcome, outcome
 from pipollux_simulator.engine.team_metrics import TeamMetrics, measure_teams
+from pipollux_simulator.forecasting.errors import Estimate, PastError
+from pipollux_simulator.forecasting.forecast import JobForecast, forecast
+from pipollux_simulator.forecasting.sample import Effort
+from pipollux_simulator.forecasting.state import ForecastJob, ForecastState, JobKind
 from pipollux_simulator.workload.arrivals import JobArrival, read_workload, write_workload
 from pipollux_simulator.workload.generate import generate
 
@@ -77,12 +81,18 @@ __all__ = [
     "Constants",
     "DecidesAt",
     "Device",
+    "Effort",
+    "Estimate",
     "Experiment",
     "FixedBatchModel",
+    "ForecastJob",
+    "ForecastState",
     "GptModel",
     "Interval",
     "IsolatedTimes",
     "JobArrival",
+    "JobForecast",
+    "JobKind",
     "JobModel",
     "JobOutcome",
     "JobTerms",
@@ -90,6 +100,7 @@ __all__ = [
     "NodeEvent",
     "Options",
     "Outages",
+    "PastError",
     "PipelineApplication",
     "PipelineJob",
     "PipelineJobModel",
@@ -109,6 +120,7 @@ __all__ = [
     "Workload",
     "check_room",
     "devices_of",
+    "forecast",
     "generate",
     "job_rows",
     "load_applications",

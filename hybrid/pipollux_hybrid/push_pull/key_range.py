@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipollux_hybrid.errors import PipolluxError
+
 from .intervals import IntervalSet
 from .options import OuterSGD
 from .outer_step import Change, OuterState
@@ -27,7 +29,7 @@ Place = tuple[int, int]
 """Epoch, and number of the loop over data in it."""
 
 
-class RejectedError(Exception):
+class RejectedError(PipolluxError):
     """An operation that does not change anything; the text is :data:`FENCED` or :data:`PAST`."""
 
 

@@ -32,7 +32,7 @@ from .transport import Connection, Listener, Message, ServerError, start_authent
 LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
 LOST_AFTER = 15.0
-"""Seconds without a sign of life after which a replica is lost."""
+"""Seconds without a heartbeat after which a replica is lost."""
 LATE = 60.0
 """Seconds that a job's first loop waits for replicas that have not joined."""
 PATIENCE = 1800.0
@@ -423,7 +423,7 @@ class Server:
             silent = now - self._seen.setdefault(member, now)
             if silent >= self._lost_after:
                 replica = self.shard.book.members[member].replica
-                _say(f"replica {replica} is lost: no sign of life for {silent:.0f} s")
+                _say(f"replica {replica} is lost: no heartbeat for {silent:.0f} s")
                 await self._lose(member)
 
     async def _lose(self, member: int) -> None:

@@ -27,7 +27,7 @@ from .transport import Connection, Message, ServerError, flattened, unflattened
 
 T = TypeVar("T")
 BEAT = 3.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 NOTICE = 30.0
 """Seconds without an answer after which the user is told."""
 CLOSING = 5.0
@@ -179,7 +179,7 @@ class KVWorker:
         return self._start(self._call(0, Message(dict(header))))
 
     def beat(self, member: int, lost: Callable[[], None]) -> None:
-        """Send signs of life of a member, and none of another one; ``lost`` is called in the thread
+        """Send heartbeats of a member, and of no other one; ``lost`` is called in the thread
         if the servers do not know it.
         """
         if self._beats is not None:

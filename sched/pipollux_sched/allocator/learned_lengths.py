@@ -32,11 +32,12 @@ class LearnedLengths:
             known = self._last if newest == self._since else frozenset()
             self._since = newest
             self._last = known | {record.name for record in found if record.ended_at == newest}
-        self._history.extend(job for job in map(_completed, new) if job is not None)
+        self._history.extend(job for job in map(completed_job, new) if job is not None)
         return self._history
 
 
-def _completed(record: CompletedRecord) -> CompletedJob | None:
+def completed_job(record: CompletedRecord) -> CompletedJob | None:
+    """Return the length of a completed job; None: unknown, or of another version."""
     try:
         spec, hints = parse_job(record.spec), SchedHints.from_json_object(record.hints)
     except (HintsError, ValueError):

@@ -165,6 +165,30 @@ class SnapshotReader:
             now,
         )
 
+    def new_job(self, spec: JobSpec) -> SchedulableJob:
+        """Return a job as if it were submitted now; an earlier one of its name left its hints."""
+        store, now, asked = self._store, self._clock(), spec.model_dump(mode="json")
+        before = store.hint_text(spec.name)
+        believed = _believed(spec.name, before)
+        heir = HeirReader(store).read({spec.name: asked}).get(spec.name)
+        warm_start = _usable(heir, spec, believed)
+        told = believed or spec.hints or (warm_start.hints if warm_start else None)
+        jobs = store.jobs(unfinished=True)
+        hints = store.hint_texts()
+        parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
+        info = job_info(
+            spec,
+            told,
+            age=0.0,
+            created=now,
+            restart_seconds=self.restart_seconds,
+            teams=stored_teams(store),
+            history=self._lengths.read(),
+            has_trained=believed is not None,
+            relatives=declared_lengths(parsed).get(family_name(spec), ()),
+        )
+        return SchedulableJob(spec.name, info, is_new=True, warm_start=warm_start)
+
     def _note_doubt(self, job: str, doubt: str | None) -> None:
         if doubt is None:
             self._doubted.pop(job, None)

@@ -125,7 +125,7 @@ class EvenStrategy:
 
     def place(self, candidate: SchedulableJob, free: Nodes) -> Sequence[str]:
         """Return an even part of the other strategy's allocation."""
-        return _even_part(candidate, self.strategy.place(candidate, free))
+        return even_part(candidate, self.strategy.place(candidate, free))
 
     def optimize(
         self, candidates: Sequence[SchedulableJob], nodes: Nodes
@@ -136,12 +136,13 @@ class EvenStrategy:
         return {
             name: given
             if sorted(given) == sorted(by_name[name].allocation)
-            else _even_part(by_name[name], given)
+            else even_part(by_name[name], given)
             for name, given in result.items()
         }
 
 
-def _even_part(job: SchedulableJob, given: Sequence[str]) -> Sequence[str]:
+def even_part(job: SchedulableJob, given: Sequence[str]) -> Sequence[str]:
+    """Return the largest part of an allocation with equally many replicas on each node."""
     counts = Counter(given)
     if len(set(counts.values())) < 2:
         return given

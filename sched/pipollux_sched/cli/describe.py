@@ -28,6 +28,7 @@ from pipollux_utils.text import (
 )
 
 from .console import TextFormat, print_data, print_result
+from .forecast_text import forecast_lines
 from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
@@ -127,6 +128,8 @@ def _head(job: JobDetails, now: float) -> RenderableType:
     ]
     if job.ended_at is not None:
         rows.append(("Ended", spell_moment(job.ended_at, now)))
+    if job.forecast is not None:
+        rows += forecast_lines(job.forecast, now)
     if job.deadline_at is not None:
         rows.append(("Deadline", spell_moment(job.deadline_at, now)))
     return Group(Text(clean(job.name), style="bold"), Padding(_pairs(rows) or "", (0, 2)))

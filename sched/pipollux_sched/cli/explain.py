@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipollux_sched.views.explanation import Alternative, ExplanationView
 from pipollux_utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 
 from .console import TextFormat, print_data, print_result
+from .forecast_text import forecast_lines
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 
@@ -50,6 +52,9 @@ def explanation_text(found: ExplanationView) -> RenderableType:
         parts += [Text(), Text("Changes", style="bold"), _inset(Text("\n".join(changes)))]
     if found.waits_for is not None:
         parts += [Text(), Text("Waits for", style="bold"), _inset(Text(clean(found.waits_for)))]
+    if found.forecast is not None:
+        told = [f"{title}: {text}" for title, text in forecast_lines(found.forecast, time.time())]
+        parts += [Text(), Text("Forecast", style="bold"), _inset(Text("\n".join(told)))]
     if found.more is not None:
         title = "Alternatives"
         parts += [Text(), Text(title, style="bold"), _inset(_alternatives(found))]

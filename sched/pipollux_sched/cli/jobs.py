@@ -17,6 +17,7 @@ from pipollux_sched.views.models import ListedJob
 from pipollux_utils.text import DASH, clean, first_line, number, spell_age, spell_nodes
 
 from .console import USAGE, CommandError, OutputFormat, output_console, print_data, print_result
+from .forecast_text import short_span
 from .options import StateDirectory, TableOutput
 from .reader import reading, tell_unserved
 
@@ -38,10 +39,10 @@ STYLES_BY_WORD = {phase.value: style for phase, style in PHASE_STYLES.items()} |
 }
 _COLUMNS = (
     *("Job", "Phase", "Stages", "Replicas", "Nodes", "Epoch", "Step", "Loss", "Samples/s"),
-    *("Restarts", "Age"),
+    *("Restarts", "Age", "Ends in"),
 )
 _NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
-_LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Nodes")
+_LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Ends in", "Nodes")
 """Columns that a narrow terminal drops, in this order."""
 _GAP = 2
 _LEAST_MESSAGE = 24
@@ -67,8 +68,9 @@ def jobs(
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
-    """List jobs: phase, allocation, progress.
+    """List jobs: phase, allocation, progress, forecast.
 
+    Ends in is the forecast of a job's end, as an interval that holds with 80 %.
     Restarts counts all restarts of a job, after changes of its allocation and
     after failures. Without a running scheduler, jobs shows the last recorded state.
 
@@ -125,12 +127,17 @@ class JobTable:
 def job_table(jobs: Sequence[ListedJob], console: Console) -> JobTable:
     """Return jobs as a table; messages are cut to the width of the console."""
     rows = [_row(job) for job in jobs]
+    columns = [
+        header
+        for header in _COLUMNS
+        if header != "Ends in" or any(row[header] != DASH for row in rows)
+    ]
     widths = {
-        header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in _COLUMNS
+        header: max([len(header), *(cell_len(row[header]) for row in rows)]) for header in columns
     }
     left_out = list(_LEFT_OUT)
     while left_out and _width(widths) > console.width:
-        del widths[left_out.pop(0)]
+        widths.pop(left_out.pop(0), None)
     room = console.width - _width(widths) - _GAP
     if room >= _LEAST_MESSAGE:
         for job, row in zip(jobs, rows, strict=True):
@@ -150,7 +157,8 @@ def _width(widths: Mapping[str, int]) -> int:
 def _row(job: ListedJob) -> dict[str, str]:
     held, num_stages = job.holds
     point = job.progress
-    age = (job.ended_at or time.time()) - job.submitted_at
+    now = time.time()
+    age = (job.ended_at or now) - job.submitted_at
     return {
         "Job": job.name,
         "Phase": job.listed_phase.value,
@@ -163,6 +171,7 @@ def _row(job: ListedJob) -> dict[str, str]:
         "Samples/s": _throughput(point),
         "Restarts": str(max(job.num_attempts - 1, 0)),
         "Age": spell_age(age),
+        "Ends in": DASH if job.forecast is None else short_span(job.forecast.end, now),
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,7 @@ from .console import (
     print_data,
     print_result,
 )
+from .forecast_text import short_span
 from .options import PolicyName, SomeClusterFile, SomeJobsFile, StateDirectory
 from .reader import reading, tell_unserved
 from .server_choice import refuse_server
@@ -145,8 +147,13 @@ def print_live_plan(
     if output is OutputFormat.table:
         _print_changes(shown, num_jobs=len(found.jobs), policy=found.policy)
     else:
-        print_data([asdict(change) for change in shown], output)
+        print_data([_plain(change) for change in shown], output)
     return bool(changes)
+
+
+def _plain(change: PlannedChange) -> dict[str, Any]:
+    forecast = None if change.forecast is None else change.forecast.to_dict()
+    return {**asdict(replace(change, forecast=None)), "forecast": forecast}
 
 
 def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: str) -> None:
@@ -155,7 +162,9 @@ def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: s
 
     if changes:
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for header in ("", "Job", "From", "To", "Speedup", "Batch size", "Why"):
+        now, forecast = time.time(), any(change.forecast is not None for change in changes)
+        ends = ("Ends in",) if forecast else ()
+        for header in ("", "Job", "From", "To", "Speedup", "Batch size", *ends, "Why"):
             right = header in {"Speedup", "Batch size"}
             table.add_column(
                 header,
@@ -171,6 +180,7 @@ def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: s
                 Text(_where(change.nodes, change.num_stages)),
                 _speedups(change),
                 DASH if change.batch_size is None else str(change.batch_size),
+                *([_ends(change, now)] if forecast else []),
                 Text(clean(change.why)),
                 style="" if change.changes else "dim",
             )
@@ -180,6 +190,10 @@ def _print_changes(changes: Sequence[PlannedChange], *, num_jobs: int, policy: s
         f"{count(how_many, 'change')} to {count(num_jobs, 'job')} by the policy {policy}, "
         "if it decided now."
     )
+
+
+def _ends(change: PlannedChange, now: float) -> str:
+    return DASH if change.forecast is None else short_span(change.forecast.end, now)
 
 
 def _where(nodes: Sequence[str], num_stages: int | None) -> str:

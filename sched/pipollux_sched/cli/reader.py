@@ -19,10 +19,12 @@ from pipollux_sched.store import JobQuery, ListedPhase, StateDir, Store
 from pipollux_sched.views.cluster import cluster_view, list_nodes, node_usage
 from pipollux_sched.views.events import last_event_before
 from pipollux_sched.views.explanation import ExplanationView
+from pipollux_sched.views.forecasts import list_forecasts
 from pipollux_sched.views.jobs import IN_ORDER, job_details, list_jobs
 from pipollux_sched.views.logs import LogPart, list_logs, read_log
 from pipollux_sched.views.models import (
     ClusterView,
+    ForecastsView,
     JobDetails,
     ListedJob,
     LogTail,
@@ -108,6 +110,10 @@ class LocalReader:
         from pipollux_sched.planning.dry_run import live_plan
 
         return live_plan(self._store, policy, seed)
+
+    def forecasts(self) -> ForecastsView:
+        """Return the forecasts of unfinished jobs, and how past ones turned out."""
+        return list_forecasts(self._store)
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
         """Return the report of these jobs (empty: all) as HTML."""

@@ -20,6 +20,7 @@ from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
+from pipollux_sched.forecasting.loop import SHARE
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
@@ -93,6 +94,15 @@ class PolicyFlags:
         float,
         typer.Option(min=0.1, max=MOST_SECONDS, help="Seconds between two scheduling rounds."),
     ] = 60.0
+    forecasts: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Largest share of one core for forecasts of starts and ends; 0: none.",
+        ),
+    ] = SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +187,7 @@ def serve(
         _cluster(nodes.backend, nodes.cluster),
         make_policy(deciding.policy or DEFAULT_POLICY),
         interval=deciding.interval,
+        forecasts=deciding.forecasts,
         hints_interval=jobs.hints_interval,
         checkpoint_interval=jobs.checkpoint_interval,
         grace=jobs.grace,

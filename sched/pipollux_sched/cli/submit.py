@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     # Their own imports would make shell completion slow.
     from pipollux_sched.client.client import Client
     from pipollux_sched.spec.job import JobSpec
-    from pipollux_sched.views.models import DeletedJobView, JobView
+    from pipollux_sched.views.models import (
+        DeletedJobView,
+        EstimateView,
+        JobForecastView,
+        JobView,
+    )
 
 STANDARD_INPUT = Path("-")
 T = TypeVar("T", "JobView", "DeletedJobView")
@@ -49,6 +54,10 @@ def submit(
         typer.Option(metavar="CLASS", help="Priority of the jobs.", show_default="as in the file"),
     ] = None,
     after: After = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Forecast when the jobs would start and end; submit none."),
+    ] = False,
     output: TableOutput = OutputFormat.table,
     state_dir: StateDirectory = None,
 ) -> None:
@@ -58,6 +67,9 @@ def submit(
     submitted again under its name; it resumes from its last checkpoint.
 
         pipollux submit examples/jobs.yaml --wait
+
+    With --dry-run, the scheduler checks the jobs and simulates what would happen if
+    they were submitted now. Intervals hold with 80 %.
 
     Scripts are searched for in the folder of the file, then in the current folder.
     With --server, paths are absolute and belong to the scheduler's machine.
@@ -77,6 +89,11 @@ def submit(
     ]
     told = output is OutputFormat.table
     with asking(state_dir) as client:
+        if dry_run:
+            if wait:
+                raise CommandError("--dry-run submits nothing to wait for; leave --wait out", USAGE)
+            _print_forecasts(client.forecast_new(specs), output)
+            return
         last = client.last_event() if wait else 0
         taken = client.submit_all(specs)
         if told or not wait:
@@ -99,6 +116,24 @@ def _jobs_of(file: Path) -> list[JobSpec]:
         raise SpecError("standard input: is not UTF-8 text; give a job file in YAML") from None
     except (AttributeError, OSError):  # it is closed
         raise SpecError("standard input: cannot be read; give a job file in YAML") from None
+
+
+def _print_forecasts(found: Sequence[JobForecastView], output: OutputFormat) -> None:
+    if output is not OutputFormat.table:
+        print_data([job.to_dict() for job in found], output)
+        return
+    for job in found:
+        now = job.made_at
+        typer.echo(f"{job.job}: would start {_when(job.start, now)}, and end {_when(job.end, now)}")
+
+
+def _when(estimate: EstimateView | None, now: float) -> str:
+    from .forecast_text import spell_estimate
+
+    if estimate is None or estimate.low is None:
+        return "at a time that is not known"
+    text = spell_estimate(estimate, now)
+    return text if text.startswith(("now", "between")) else f"at {text}"
 
 
 def cancel(

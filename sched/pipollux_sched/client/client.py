@@ -19,8 +19,10 @@ from pipollux_sched.views.logs import OFFSET_HEADER, LogPart
 from pipollux_sched.views.models import (
     ClusterView,
     DeletedJobView,
+    ForecastsView,
     JobCurves,
     JobDetails,
+    JobForecastView,
     JobView,
     ListedJob,
     LogTail,
@@ -113,6 +115,17 @@ class Client:
         # One request for any number of jobs, because all or none are accepted.
         return self._connection.get(
             list[JobView], "POST", "/jobs/batch", json={"jobs": jobs}, timeout=LONG_TIMEOUT
+        )
+
+    def forecast_new(self, specs: Sequence[JobSpec]) -> list[JobForecastView]:
+        """Return when jobs would start and end if they were submitted now; store nothing."""
+        jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
+        return self._connection.get(
+            list[JobForecastView],
+            "POST",
+            "/jobs/forecast",
+            json={"jobs": jobs},
+            timeout=LONG_TIMEOUT,
         )
 
     def cancel(self, name: str) -> JobView:
@@ -239,6 +252,10 @@ class Client:
         """Return what the scheduler would decide now, under its own policy or another."""
         query = {"seed": seed, **({} if policy is None else {"policy": policy})}
         return self._connection.get(PlanView, "GET", "/plan", params=query, timeout=LONG_TIMEOUT)
+
+    def forecasts(self) -> ForecastsView:
+        """Return the forecasts of unfinished jobs, and how past ones turned out."""
+        return self._connection.get(ForecastsView, "GET", "/forecasts")
 
     def report(self, jobs: Sequence[str] = (), seconds: float | None = None) -> str:
         """Return the report of the given jobs (none: all), of the last `seconds`, as HTML."""

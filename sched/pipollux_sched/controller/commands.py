@@ -107,23 +107,30 @@ class JobService:
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobRecord]:
         """Accept many jobs: all or, if one is rejected, none, with the errors of `submit`."""
-        self._check_running()
-        if cycle := cycle_of(specs):
-            raise SpecError(f"job '{cycle[0]}': after: {spell_cycle(cycle)}")
-        return self._take_in(specs, [None] * len(specs))
+        return self._take_in(self.check(specs), [None] * len(specs))
 
     def submit_trials(self, sweep: JobRecord, trials: Sequence[TrialRecord]) -> list[JobRecord]:
         """Submit jobs for trials of a sweep: all or none, with the errors of `submit`."""
         template = parse_job(sweep.spec)
         specs = [template.of_trial(trial.number, trial.parameters) for trial in trials]
-        return self._take_in(specs, trials)
+        return self._take_in(self._all_fitting(specs), trials)
 
-    def _take_in(
-        self, specs: Sequence[JobSpec], trials: Sequence[TrialRecord | None]
-    ) -> list[JobRecord]:
+    def check(self, specs: Sequence[JobSpec]) -> list[JobSpec]:
+        """Return jobs as they would be stored; raise the `SpecError` of one that cannot run."""
+        self._check_running()
+        if cycle := cycle_of(specs):
+            raise SpecError(f"job '{cycle[0]}': after: {spell_cycle(cycle)}")
+        return self._all_fitting(specs)
+
+    def _all_fitting(self, specs: Sequence[JobSpec]) -> list[JobSpec]:
         teams, nodes = stored_teams(self._store), self._nodes()
         fitting = [self._fitting(spec, teams, nodes) for spec in specs]
         self._check_checkpoints(fitting)
+        return fitting
+
+    def _take_in(
+        self, fitting: Sequence[JobSpec], trials: Sequence[TrialRecord | None]
+    ) -> list[JobRecord]:
         changes = self._store.submit_all(
             [
                 Submission(

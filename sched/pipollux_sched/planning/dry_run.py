@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipollux_policies import (
@@ -30,6 +30,7 @@ from pipollux_sched.allocator.team_strategy import team_reasons, within_teams
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.store import Store
 from pipollux_sched.views.cluster import serves_evenly, serving_options, serving_policy
+from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import PlannedChange, PlanView
 
 
@@ -56,10 +57,23 @@ def live_plan(store: Store, policy: str | None = None, seed: int = 0) -> PlanVie
         strategy = EvenStrategy(strategy)
     state = Snapshot.read(store)
     try:
-        return PlanView(policy=policy_text(name, chosen), jobs=plan_live(state, strategy))
+        planned = plan_live(state, strategy)
     except Exception as error:  # policies are user code
         logging.getLogger(__name__).debug("the policy failed", exc_info=True)
         raise PolicyFailedError(f"the policy {name} failed: {error}") from error
+    if name == serving and chosen == serving_options(store):
+        planned = _with_forecasts(planned, store)
+    return PlanView(policy=policy_text(name, chosen), jobs=planned)
+
+
+def _with_forecasts(planned: Sequence[PlannedChange], store: Store) -> list[PlannedChange]:
+    """Add the forecasts, which are made under the scheduler's own policy."""
+    latest = store.forecasts.latest()
+    jobs = {job.name: job for job in store.jobs(unfinished=True)}
+    return [
+        replace(one, forecast=job_forecast(latest, jobs[one.job])) if one.job in jobs else one
+        for one in planned
+    ]
 
 
 def plan_live(state: Snapshot, strategy: Strategy) -> list[PlannedChange]:

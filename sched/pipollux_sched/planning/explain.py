@@ -42,6 +42,7 @@ from pipollux_sched.views.explanation import (
     LimitKind,
     NextChange,
 )
+from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
 from pipollux_utils.text import count, seconds, spell_moment
 
@@ -103,6 +104,7 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         limits=list(found.limits),
         waits_for=found.waits_for,
         planned_by=found.planned_by,
+        forecast=job_forecast(store.forecasts.latest(), job),
     )
 
 

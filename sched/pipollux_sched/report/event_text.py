@@ -186,6 +186,7 @@ _FREQUENT: _Telling = {
     "started": lambda event: f"attempt {event['attempt']} started",
     "waiting_to_join": lambda event: f"replica {event['replica']} waits to join",
     "stopping": lambda event: f"asked to stop: {first_line(event['why'])}",
+    "forecast": lambda _event: "a forecast was recorded",
     "hints": lambda _event: "sent hints",
     "progress": _progress,
     "timeline": lambda event: f"sent the timeline of step {event['step']}",

@@ -68,7 +68,7 @@ class Services:
         self.collector = SchedulerCollector(store)
         self.waiting = ConcurrencyLimit(limits.waiting, limits.waiting_per_job, "wait for replicas")
         self.computing = ConcurrencyLimit(
-            limits.computing, limits.computing_per_user, "ask for plans and reports"
+            limits.computing, limits.computing_per_user, "ask for plans, forecasts and reports"
         )
         self.listening = ConcurrencyLimit(
             limits.listeners,

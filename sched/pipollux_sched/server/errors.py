@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
 from pipollux_sched.controller.commands import UnavailableError
+from pipollux_sched.forecasting.process import ForecastError
 from pipollux_sched.planning.dry_run import PolicyFailedError
 from pipollux_sched.report.run_events import NothingToReportError
 from pipollux_sched.spec.job import SpecError
@@ -52,6 +53,7 @@ STATUSES: Sequence[tuple[type[Exception], int]] = (
     (TooManyRequestsError, 429),
     (NothingToReportError, 404),
     (PolicyFailedError, 500),
+    (ForecastError, 409),
     (UnavailableError, 503),
     (BusyError, 503),
 )

@@ -39,7 +39,7 @@ class Limits:
     waiting_per_job: int = 64
     """The same of one job."""
     computing: int = 3
-    """Plans and reports computed at the same time."""
+    """Plans, forecasts of new jobs, and reports computed at the same time."""
     computing_per_user: int = 2
     """The same for one user."""
     listeners: int = 32

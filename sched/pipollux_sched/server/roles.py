@@ -49,6 +49,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/jobs/{name}/replicas"): Access.JOB,
     ("POST", "/jobs"): Access.USER,
     ("POST", "/jobs/batch"): Access.USER,
+    ("POST", "/jobs/forecast"): Access.USER,
     ("GET", "/jobs"): Access.VIEWER,
     ("GET", "/jobs/{name}"): Access.VIEWER,
     ("DELETE", "/jobs/{name}"): Access.OWNER,
@@ -77,6 +78,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
     ("GET", "/attempts"): Access.VIEWER,
     ("GET", "/usage"): Access.VIEWER,
     ("GET", "/plan"): Access.VIEWER,
+    ("GET", "/forecasts"): Access.VIEWER,
     ("GET", "/report"): Access.VIEWER,
     ("GET", "/metrics"): Access.VIEWER,
 }

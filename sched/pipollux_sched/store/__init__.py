@@ -20,6 +20,7 @@ from .errors import (
     UnknownTokenError,
 )
 from .families import Predecessor
+from .forecasts import PastForecast, StoredForecast
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
@@ -56,6 +57,7 @@ __all__ = [
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
+    "PastForecast",
     "Point",
     "Predecessor",
     "ReceivedHeartbeat",
@@ -69,6 +71,7 @@ __all__ = [
     "StoreError",
     "StoreTakenError",
     "StoreUnavailableError",
+    "StoredForecast",
     "Submission",
     "TeamFullError",
     "Timeline",

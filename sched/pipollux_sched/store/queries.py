@@ -66,6 +66,12 @@ class Overview:
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(query)}
 
+    def has_unfinished(self) -> bool:
+        """Return whether any job has not ended."""
+        query = select(JobRow.id).where(JobRow.phase.not_in(attempts.ENDED)).limit(1)
+        with self._database.read() as session:
+            return session.scalar(query) is not None
+
     def completed(self, since: float, most: int = 2000) -> list[CompletedRecord]:
         """Return the last `most` jobs that completed since a time and sent hints, oldest first."""
         columns = JobRow.name, JobRow.ended_at, JobRow.spec, HintsRow.hints, HintsRow.time

@@ -23,6 +23,7 @@ from .database import Database
 from .deletion import Deletions
 from .errors import StoreError
 from .families import Families
+from .forecasts import ForecastRecords
 from .heartbeats import HeartbeatRecords
 from .job_cache import JobCache
 from .job_list import JobQuery
@@ -40,7 +41,7 @@ from .records import (
 )
 from .replicas import ReplicaAddresses
 from .reports import MetricValue, ReceivedHints, ReceivedReport
-from .submissions import Submission, run_again, take_in
+from .submissions import Submission, check_free, run_again, take_in
 from .sweeps import Sweeps
 from .tables import EventRow, HintsRow, JobRow
 from .teams import TeamRecords
@@ -85,6 +86,7 @@ class Store:
         self.tokens = TokenRecords(self._database, clock)
         self.deletions = Deletions(self._database, clock)
         self.sweeps = Sweeps(self._database, clock)
+        self.forecasts = ForecastRecords(self._database, clock)
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.
@@ -136,6 +138,11 @@ class Store:
             DependencyError: it waits for an unknown job, or can never start.
         """
         return self.submit_all([Submission(name, spec, token, max_restarts, deadline)])[0]
+
+    def check_free(self, specs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise the error with which `submit_all` would refuse jobs; store nothing."""
+        with self._database.read() as session:
+            check_free(session, specs)
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
         """Add jobs as in `submit`: all of them or, if one is refused, none."""
@@ -224,6 +231,12 @@ class Store:
         unfinished = query.where(attempts.among_jobs(HintsRow.job, unfinished=True))
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(unfinished)}
+
+    def hint_text(self, name: str) -> str | None:
+        """Return the latest hints of a job, also of an ended one, as unparsed JSON."""
+        query = select(cast(HintsRow.hints, String)).where(HintsRow.job == name)
+        with self._database.read() as session:
+            return session.scalar(query)
 
     def add_report(
         self,

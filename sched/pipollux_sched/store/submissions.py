@@ -46,12 +46,8 @@ class Submission:
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
     """Store new jobs, and restart failed or cancelled ones: see `Store.submit_all`."""
     names = [entry.name for entry in submissions]
-    found = session.scalars(select(JobRow).where(JobRow.name.in_(names)))
-    rows = {row.name: row for row in found}
-    deletion.check_free(session, names)
-    _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
+    rows = check_free(session, {entry.name: entry.spec for entry in submissions})
     _check_kinds(session, submissions, rows)
-    check_submit_limits(session, [entry.spec for entry in submissions])
     for entry in submissions:
         row = rows.get(entry.name)
         if row is None:
@@ -78,6 +74,16 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
         submit = Submit(entry.max_restarts, waits_for)
         changes.append(journal.advance_job(session, rows[entry.name], submit, now))
     return changes
+
+
+def check_free(session: Session, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, JobRow]:
+    """Return the failed jobs with the names of new ones; raise the errors of `take_in`."""
+    names = list(specs)
+    rows = {row.name: row for row in session.scalars(select(JobRow).where(JobRow.name.in_(names)))}
+    deletion.check_free(session, names)
+    _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
+    check_submit_limits(session, list(specs.values()))
+    return rows
 
 
 def run_again(session: Session, name: str, now: float, *, from_scratch: bool) -> Change:

@@ -8,9 +8,18 @@ from dataclasses import asdict
 from typing import Any
 
 from pipollux_sched.report.event_text import TELLING_TYPES
-from pipollux_sched.store import AttemptRecord, Holder, JobQuery, JobSummary, NodeRecord, Store
+from pipollux_sched.store import (
+    AttemptRecord,
+    Holder,
+    JobQuery,
+    JobSummary,
+    NodeRecord,
+    Store,
+    StoredForecast,
+)
 
 from .events import event_summary
+from .forecasts import current_forecast
 from .models import AttemptLine, ClusterView, JobLine, NodeDetails, NodeView, UsageView
 
 MOST_JOBS = 500
@@ -42,6 +51,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
     held = _held(glance.holders)
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
     told = (event_summary(event) for event in found)
+    forecasts = store.forecasts.latest()
     return ClusterView(
         time=now,
         policy=serving_policy(store),
@@ -50,7 +60,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
         goodput=glance.goodput,
         oldest_attempt=glance.oldest_attempt,
         has_teams=store.teams.spec() is not None,
-        jobs=[_job(job) for job in page.jobs],
+        jobs=[_job(job, forecasts) for job in page.jobs],
         num_found=page.num_found,
         events=[event for event in told if event is not None],
         last_event=last_event,
@@ -117,7 +127,7 @@ def _node(node: NodeRecord, held: Mapping[str, dict[str, int]]) -> dict[str, Any
     }
 
 
-def _job(job: JobSummary) -> JobLine:
+def _job(job: JobSummary, forecasts: Mapping[str, StoredForecast]) -> JobLine:
     shown = {} if job.point is None else asdict(job.point)
     return JobLine(
         number=job.number,
@@ -133,6 +143,13 @@ def _job(job: JobSummary) -> JobLine:
         intent=job.intent,
         suspended=job.suspended,
         num_restarts=job.num_restarts,
+        forecast=current_forecast(
+            forecasts,
+            job.name,
+            job.ended_at is not None or job.suspended,
+            job.submitted_at,
+            job.attempt,
+        ),
         **{name: shown.get(name) for name in _POINT},
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipollux_sched.lifecycle import Intent, Phase
 
-from .models import View
+from .models import ForecastView, View
 
 
 class LimitKind(StrEnum):
@@ -89,3 +89,4 @@ class ExplanationView(View):
     limits: list[Limit]
     waits_for: str | None
     planned_by: str | None
+    forecast: ForecastView | None = None

@@ -10,6 +10,7 @@ from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import JobOrder, JobQuery, JobRecord, StaleAttemptError, Store
 
 from .changes import change_under_way
+from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 
 NUM_EVENTS = 10
@@ -41,8 +42,14 @@ def list_jobs(store: Store, query: JobQuery = IN_ORDER) -> tuple[list[ListedJob]
     # All jobs are read without their names: a database limits the values of one query.
     names = None if query.limit is None else [job.name for job in jobs]
     points, attempts = store.last_points(names), store.num_attempts(names)
+    forecasts = store.forecasts.latest()
     listed = [
-        ListedJob.of(job, num_attempts=attempts.get(job.name, 0), progress=points.get(job.name))
+        ListedJob.of(
+            job,
+            num_attempts=attempts.get(job.name, 0),
+            progress=points.get(job.name),
+            forecast=job_forecast(forecasts, job),
+        )
         for job in jobs
     ]
     return listed, num_found
@@ -70,6 +77,7 @@ def job_details(
         progress=next(iter(store.overview.points(job.name, 1)), None),
         hints=hints,
         planned_by=planned_by,
+        forecast=job_forecast(store.forecasts.latest(), job),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
     )
 

@@ -161,11 +161,67 @@ class SweepDetails(SweepView):
     trials: list[TrialView]
 
 
+class EstimateView(View):
+    """An estimated moment: an 80 % interval with its median, in seconds since the epoch.
+
+    Null: unknown, or more than 30 days ahead.
+    """
+
+    low: float | None
+    median: float | None
+    high: float | None
+
+
+class ForecastView(View):
+    """When a job starts (null: it has) and ends, by the forecast of `made_at`."""
+
+    made_at: float
+    start: EstimateView | None
+    end: EstimateView
+
+
+class JobForecastView(ForecastView):
+    """The forecast of one job."""
+
+    job: str
+
+
+class PastForecastView(JobForecastView):
+    """A recorded forecast of a job that has completed; `covered`: its end was in the interval."""
+
+    started_at: float
+    ended_at: float
+    covered: bool
+
+
+class ForecastAccuracyView(View):
+    """How the recorded forecasts of completed jobs turned out; shares are null without any.
+
+    `num_ends` forecasts of an end are compared, and `num_starts` of a start that was still ahead.
+    `median_error` is that of the predicted end, relative to the time that was left.
+    """
+
+    num_ends: int
+    ends_covered: float | None
+    num_starts: int
+    starts_covered: float | None
+    median_error: float | None
+
+
+class ForecastsView(View):
+    """The forecasts of unfinished jobs, the accuracy of past ones, and the last 50 of these."""
+
+    jobs: list[JobForecastView]
+    accuracy: ForecastAccuracyView
+    past: list[PastForecastView]
+
+
 class ListedJob(JobView):
-    """A job in a list, with its number of attempts and its latest report."""
+    """A job in a list, with its number of attempts, its latest report, and its forecast."""
 
     num_attempts: int
     progress: Point | None
+    forecast: ForecastView | None = None
 
 
 class AttemptView(View):
@@ -247,6 +303,7 @@ class JobDetails(JobView):
     progress: Point | None
     hints: dict[str, Any] | None
     planned_by: str | None
+    forecast: ForecastView | None = None
     events: list[dict[str, Any]]
 
 
@@ -294,6 +351,8 @@ class PlannedChange:
     changes: bool
     """Whether the plan differs from the current allocation."""
     why: str
+    forecast: ForecastView | None = None
+    """Under the scheduler's own policy."""
 
 
 class PlanView(View):
@@ -324,7 +383,7 @@ class NodeDetails(NodeView):
 
 
 class JobLine(View):
-    """Summary of a job; the last eight fields are from its latest report."""
+    """Summary of a job; from `step` to `efficiency`, fields are from its latest report."""
 
     number: int
     name: str
@@ -347,6 +406,7 @@ class JobLine(View):
     step_time: float | None
     goodput: float | None
     efficiency: float | None
+    forecast: ForecastView | None = None
 
 
 class AttemptLine(View):

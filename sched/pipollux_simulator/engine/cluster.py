@@ -123,6 +123,9 @@ class Cluster:
     policy: Policy
     options: Options = field(default_factory=Options)
     experience: Experience = field(default_factory=Experience)
+    begun: Sequence[SimulatedJob] = ()
+    """Jobs that have arrived by the beginning, with their allocations."""
+    begin: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = sorted({row.application for row in self.workload} - self.applications.keys())
@@ -131,15 +134,15 @@ class Cluster:
                 f"the workload's application {unknown[0]!r} is not known; known are "
                 f"{', '.join(sorted(self.applications))}"
             )
-        if not self.workload or not self.nodes:
+        if not (self.workload or self.begun) or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
         self._warm_starts: set[str] = set()
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
         self._all_nodes, self.nodes = dict(self.nodes), dict(self.nodes)
-        self._now = 0.0
+        self._now = self.begin
         self._waiting = sorted(self.workload, key=lambda row: (row.time, row.name))
-        self._active: dict[str, SimulatedJob] = {}
+        self._active = {job.name: job for job in self.begun}
         self._done: list[SimulatedJob] = []
         self._events = sorted(self.options.node_events, key=lambda event: event.time)
         self._policy_seconds: list[float] = []
@@ -166,6 +169,10 @@ class Cluster:
         jobs = tuple(sorted(self._done, key=lambda job: (job.arrival.time, job.name)))
         return Result(jobs, self._all_nodes, tuple(self._policy_seconds), _activity(jobs))
 
+    def known_jobs(self) -> list[SimulatedJob]:
+        """Return the jobs that have arrived so far."""
+        return [*self._done, *self._active.values()]
+
     def _skip_idle_rounds(self) -> None:
         if self._active or not self._waiting:
             return
@@ -176,8 +183,12 @@ class Cluster:
         rounds = math.ceil(self._waiting[0].time / self.options.interval) - 1
         self._now = max(self._now, rounds * self.options.interval)
 
+    def _interval(self) -> float:
+        """Return the seconds between two decisions without a change."""
+        return self.options.interval
+
     def _advance_to_round(self) -> None:
-        interval = self.options.interval
+        interval = self._interval()
         end = self._now + interval
         if not self._at_changes:
             if self.options.decides_at == "arrivals":
@@ -298,13 +309,21 @@ class Cluster:
         begin = time.perf_counter()
         answer = self._ask(infos, base)
         self._policy_seconds.append(time.perf_counter() - begin)
-        # If sharing a node only slows jobs down, the policy may choose it.
-        crowding = self.options.interference > 0
-        broken = violations(infos, self.nodes, base, answer, crowding=crowding)
+        broken = self._broken_rules(infos, base, answer)
         if broken:
             raise SimulationError(f"at {self._now:g} s the policy broke a rule: {broken[0]}")
         for name, job in self._active.items():
             self._carry_out(job, infos[name], answer.get(name, ()))
+
+    def _broken_rules(
+        self,
+        infos: Mapping[str, JobInfo],
+        base: Mapping[str, Allocation],
+        answer: Mapping[str, Sequence[str]],
+    ) -> list[str]:
+        # If sharing a node only slows jobs down, the policy may choose it.
+        crowding = self.options.interference > 0
+        return violations(infos, self.nodes, base, answer, crowding=crowding)
 
     def _info(self, job: SimulatedJob, mean_jobs: float | None) -> JobInfo:
         info = simulated_info(

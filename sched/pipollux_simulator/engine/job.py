@@ -114,6 +114,17 @@ class SimulatedJob:
         batch_size = self.running.batch_size if self.running else self.app.init_batch_size
         return min(self.app.completion_epoch(batch_size) + 1, self.app.max_epochs)
 
+    @property
+    def starts_in(self) -> float:
+        """Seconds until its replicas train; 0 if they do, or if it has none."""
+        return self._delay if self.nodes else 0.0
+
+    def hold(self, nodes: Sequence[Any], shape: ReplicaShape, starts_in: float) -> None:
+        """Begin with an allocation, whose replicas train in `starts_in` seconds."""
+        self.nodes = self.members = tuple(nodes)
+        self.shape, self.slots_per_replica = shape, shape.slots
+        self._delay, self._since = starts_in, self.clock
+
     def reallocate(
         self, now: float, nodes: Sequence[Any], shape: ReplicaShape | None, info: JobInfo
     ) -> None:

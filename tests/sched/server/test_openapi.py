@@ -22,6 +22,7 @@ BODIES = {
     ("post", "/jobs/{name}/replicas"),
     ("post", "/jobs"),
     ("post", "/jobs/batch"),
+    ("post", "/jobs/forecast"),
     ("put", "/nodes/{name}"),
     ("put", "/teams"),
     ("put", "/jobs/{name}/team"),
@@ -110,6 +111,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
     bodies = {
         ("post", "/jobs"): {"name": "new", "script": SCRIPT},
         ("post", "/jobs/batch"): {"jobs": [{"name": "newer", "script": SCRIPT}]},
+        ("post", "/jobs/forecast"): {"jobs": [{"name": "newest", "script": SCRIPT}]},
         ("put", "/nodes/{name}"): {"condition": "draining"},
         ("post", "/jobs/{name}/heartbeats"): beat,
         ("post", "/jobs/{name}/reports"): report(),
@@ -128,6 +130,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
     service.control.submit(
         JobSpec.model_validate({"name": "rates", "script": SCRIPT, "sweep": sweep})
     )
+    service.store.add_event("cluster", {"nodes": {}, "policy": "FifoPolicy"})
     for name in ("ended", "gone"):
         service.control.submit(JobSpec(name=name, script=SCRIPT))
         service.control.cancel(name)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipollux_sched.backend.replica.last_words import last_lines
+from pipollux_sched.forecasting.new_jobs import forecast_new
 from pipollux_sched.planning import explain
 from pipollux_sched.server.dependencies import (
     CallerDep,
@@ -30,7 +31,14 @@ from pipollux_sched.views.cluster import MOST_JOBS
 from pipollux_sched.views.explanation import ExplanationView
 from pipollux_sched.views.jobs import IN_ORDER, job_curves, list_jobs
 from pipollux_sched.views.logs import OFFSET_HEADER, read_log
-from pipollux_sched.views.models import DeletedJobView, JobCurves, JobView, ListedJob, LogTail
+from pipollux_sched.views.models import (
+    DeletedJobView,
+    JobCurves,
+    JobForecastView,
+    JobView,
+    ListedJob,
+    LogTail,
+)
 
 TOTAL_HEADER = "X-Total-Count"
 """Header with the number of jobs on all pages."""
@@ -89,6 +97,17 @@ def submit_all(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> lis
     """Submit all jobs or none: if one is refused, the error names it, and nothing changes."""
     jobs = [_signed(services, caller, job) for job in batch.jobs]
     return [job.to_json_object() for job in services.control.submit_all(jobs)]
+
+
+@router.post("/forecast", response_model=list[JobForecastView], summary="Forecast new jobs")
+def forecast(services: ServicesDep, caller: CallerDep, batch: JobBatch) -> list[JobForecastView]:
+    """Return when jobs would start and end if they were submitted now; store nothing.
+
+    409 also if there are no forecasts, with the reason.
+    """
+    jobs = [_signed(services, caller, job) for job in batch.jobs]
+    with caller.place(services.computing):
+        return forecast_new(services.store, services.state_dir, services.control.check(jobs))
 
 
 def _signed(services: Services, caller: Caller, job: JobSpec) -> JobSpec:

@@ -1,4 +1,4 @@
-"""Routes of the whole cluster: overview, attempts, usage, plan, report."""
+"""Routes of the whole cluster: overview, attempts, usage, plan, forecasts, report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from pipollux_sched.server.dependencies import CallerDep, NeedsRole, ServicesDep
 from pipollux_sched.server.schemas import refusals, text_reply
 from pipollux_sched.store import JobOrder, JobQuery, ListedPhase
 from pipollux_sched.views.cluster import MOST_JOBS, cluster_view, list_attempts, node_usage
-from pipollux_sched.views.models import AttemptLine, CallerView, ClusterView, PlanView, UsageView
+from pipollux_sched.views.forecasts import list_forecasts
+from pipollux_sched.views.models import (
+    AttemptLine,
+    CallerView,
+    ClusterView,
+    ForecastsView,
+    PlanView,
+    UsageView,
+)
 
 MOST_PARTS = 500
 """Largest number of intervals, more than the pixels of a chart."""
@@ -99,6 +107,12 @@ def plan(
             raise HTTPException(422, str(error)) from None
     with caller.place(services.computing):
         return live_plan(services.store, policy, seed)
+
+
+@router.get("/forecasts", response_model=ForecastsView, summary="Get the forecasts")
+def forecasts(store: StoreDep) -> ForecastsView:
+    """Return when unfinished jobs start and end, and how past forecasts turned out."""
+    return list_forecasts(store)
 
 
 @router.get(

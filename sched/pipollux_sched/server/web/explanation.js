@@ -1,6 +1,7 @@
 // The explanation of a job's allocation, as `pipollux explain` prints it.
 
 import { h } from "./dom.js";
+import { between } from "./forecasts.js";
 import { DASH, count, moment, places, thousands } from "./format.js";
 import { Table } from "./table.js";
 
@@ -13,6 +14,11 @@ export function explanation(why) {
   const changes = nextChange(why);
   if (changes.length) parts.push(h("h3", {}, "Changes"), ...changes.map((words) => h("p", {}, words)));
   if (why.waits_for) parts.push(h("h3", {}, "Waits for"), h("p", {}, why.waits_for));
+  if (why.forecast) {
+    const { start, end } = why.forecast;
+    const starts = start ? `Starts ${between(start)}. ` : "";
+    parts.push(h("h3", {}, "Forecast"), h("p", {}, `${starts}Ends ${between(end)}.`));
+  }
   if (why.more) parts.push(h("h3", {}, "Alternatives"), alternatives(why));
   if (why.limits.length) {
     parts.push(h("h3", {}, "Limits"), h("ul", {}, ...why.limits.map((limit) => h("li", {}, limit.text))));

@@ -5,6 +5,7 @@ import { Away, Refusal, ask } from "./api.js";
 import { Chart } from "./chart.js";
 import { colour, h, say } from "./dom.js";
 import { explanation } from "./explanation.js";
+import { between } from "./forecasts.js";
 import { DASH, count, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
 import { Table } from "./table.js";
 import { SIZE, Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
@@ -106,7 +107,7 @@ export class JobPage {
     const changing = job.changing === null ? [] : [`Changing ${job.changing}.`];
     say(this.message, [job.message.split("\n", 1)[0], ...changing].join(" · "));
     this.#figures(job);
-    this.#facts(job.spec);
+    this.#facts(job);
     this.#curves(job);
     this.#order(text);
     this.attempts.update([...job.attempts].reverse());
@@ -137,9 +138,10 @@ export class JobPage {
     });
   }
 
-  /** Show the job's owner and program. */
-  #facts(spec) {
-    const facts = { Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" ") };
+  /** Show the job's forecast, owner and program. */
+  #facts({ spec, forecast }) {
+    const starts = forecast?.start ? between(forecast.start) : null;
+    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" ") };
     const known = Object.entries(facts).filter(([, value]) => value);
     const text = JSON.stringify(known);
     if (this.facts.told === text) return;

@@ -1,6 +1,7 @@
 // The list of jobs: counts by phase, search, and a page of the table.
 
 import { h, say } from "./dom.js";
+import { span } from "./forecasts.js";
 import { DASH, count, duration, epochs, number, places, thousands } from "./format.js";
 import { PAGE, address, go, place, question } from "./place.js";
 import { Table } from "./table.js";
@@ -103,6 +104,7 @@ export class Jobs {
       { title: "Goodput", kind: "n", order: "goodput", down: true, text: (job) => held(job, number(job.goodput)) },
       { title: "Restarts", kind: "n", order: "restarts", down: true, text: (job) => String(job.num_restarts) },
       { title: "Age", kind: "n short", order: "age", text: age },
+      { title: "Ends in", kind: "short", text: (job) => span(job.forecast?.end, this.live.now) },
       { title: "Message", kind: "words", text: (job) => job.message },
     ];
   }

@@ -1,7 +1,8 @@
-// The cluster at a glance: figures, teams, jobs, nodes, events.
+// The cluster at a glance: figures, teams, jobs, nodes, forecasts, events.
 
 import { h } from "./dom.js";
 import { DASH, moment, number, thousands } from "./format.js";
+import { Forecasts } from "./forecasts.js";
 import { Jobs } from "./jobs.js";
 import { Nodes } from "./nodes.js";
 import { Table } from "./table.js";
@@ -17,9 +18,10 @@ export class Overview {
     this.teams = new Teams(live);
     this.jobs = new Jobs(live);
     this.nodes = new Nodes(live);
+    this.forecasts = new Forecasts(live);
     this.events = new Table(this.#eventColumns(), { key: (event) => event.id, none: "nothing has happened yet" });
     this.element = h("div", { class: "overview" },
-      this.tiles.element, this.teams.element, this.jobs.element, this.nodes.element,
+      this.tiles.element, this.teams.element, this.jobs.element, this.nodes.element, this.forecasts.element,
       section("Events", h("div", { class: "events", tabindex: 0, role: "region", "aria-label": "Last events" }, this.events.element)));
   }
 
@@ -47,6 +49,7 @@ export class Overview {
     this.teams.update();
     this.jobs.update();
     this.nodes.update();
+    this.forecasts.update();
     this.events.update(this.live.events.slice(-MOST_EVENTS).reverse());
   }
 

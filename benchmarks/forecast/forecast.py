@@ -1,0 +1,267 @@
+"""Calibration and error of forecasts on Pollux's public workloads.
+
+    python benchmarks/forecast/forecast.py ARTIFACT --results DIR [--workloads 1,2,3,6]
+        [--told exact,learned] [--every 20]
+
+ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces` and
+`workloads`. Each workload is simulated on 16 nodes of 4 GPUs, as the scheduler decides. With every
+eighth arrival, all unfinished jobs are forecast from what a scheduler knows then; the simulation
+goes on, and says what happened. Results are kept in DIR, one file per workload. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipollux_policies import JobInfo, family_of, make_policy
+from pipollux_simulator import (
+    Effort,
+    Experiment,
+    ForecastJob,
+    ForecastState,
+    JobArrival,
+    JobForecast,
+    KnownLength,
+    Options,
+    PastError,
+    Workload,
+    generate,
+    make_nodes,
+    read_workload,
+    requests_for,
+)
+from pipollux_simulator.forecasting.draws import quantile
+from pipollux_simulator.forecasting.errors import ERROR, score
+from pipollux_simulator.forecasting.forecast import estimate, sample_times, summarize
+from pipollux_simulator.forecasting.observed import ObservedCluster
+from pipollux_simulator.forecasting.sample import Times
+
+WORKLOADS = (1, 2, 3, 6)
+EARLIER = 101
+NODES = {"": (16, 4)}
+DRAWN = 100
+"""From this number on, workloads are drawn; `errors.ERROR` was chosen on 101."""
+TOLD = {"exact": "known", "learned": "unknown"}
+SLACK = 1.0
+"""Seconds by which a start or end may miss an interval."""
+Row = Mapping[str, Any]
+
+
+def main() -> None:
+    """Measure what has no result yet, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
+    parser.add_argument("--told", default=",".join(TOLD))
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--error", type=float, default=ERROR)
+    parser.add_argument("--found", action="store_true")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    numbers = [int(number) for number in options.workloads.split(",")]
+    tolds = options.told.split(",")
+    cases = [(told, number) for number in numbers for told in tolds]
+    if options.found:
+        cases = [case for case in cases if _file(options, *case).exists()]
+    found = {case: measured(options, *case) for case in cases}
+    print(table(found, tolds, {}, options.error))
+    if all(_file(options, told, EARLIER).exists() for told in tolds):
+        earlier = {told: measured(options, told, EARLIER) for told in tolds}
+        before = {told: _all_errors(rows, options.error) for told, rows in earlier.items()}
+        print(f"\nWith the past errors of workload {EARLIER} from the start:\n")
+        print(table(found, tolds, before, options.error))
+    print(cost(found))
+
+
+def _all_errors(rows: Sequence[Row], error: float) -> list[PastError]:
+    last = {**rows[0], "now": math.inf}
+    return [*errors_before(last, rows, error)]
+
+
+def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
+    """Return the forecasts of one workload beside what happened, simulated or found."""
+    target = _file(options, told, number)
+    if not target.exists():
+        rows = simulate(options.artifact, told, number, options.every)
+        beside = target.with_suffix(".part")
+        beside.write_text(json.dumps(rows))
+        beside.replace(target)
+    rows = json.loads(target.read_text())
+    return [{**row, "told": told, "workload": number} for row in rows]
+
+
+def _file(options: argparse.Namespace, told: str, number: int) -> Path:
+    return Path(options.results) / f"{told}-{number}-every-{options.every}.json"
+
+
+def simulate(artifact: Path, told: str, number: int, every: int) -> list[dict[str, Any]]:
+    """Simulate a workload, with forecasts at every n-th arrival."""
+    jobs = workload(artifact, number)
+    nodes = make_nodes(NODES)
+    settings = Options(
+        known_length=KnownLength.parse(told), decides_at="changes", inherit_models=True
+    )
+    experiment = Experiment(nodes, settings, artifact / "traces")
+    applications = experiment.applications(Workload(f"workload-{number}", jobs))
+    rows: list[dict[str, Any]] = []
+    moments = Moments([job.time for job in jobs][every // 2 :: every])
+
+    def observe(cluster: ObservedCluster) -> None:
+        if moments.is_due(cluster.now):
+            rows.extend(forecasts(cluster.state()))
+
+    policy = make_policy("exact")
+    cluster = ObservedCluster(jobs, applications, nodes, policy, settings, observe=observe)
+    done = {job.name: job for job in cluster.run().jobs}
+    for row in rows:
+        row["started"], row["completed"] = done[row["job"]].started, done[row["job"]].completed
+        row["arrived"] = done[row["job"]].arrival.time
+    return rows
+
+
+def workload(artifact: Path, number: int) -> tuple[JobArrival, ...]:
+    """Return a public workload; from `DRAWN` on, one that is drawn like them."""
+    if number >= DRAWN:
+        requests = requests_for("pollux", make_nodes(NODES), artifact / "traces")
+        return generate(160, 8.0, number, "pollux", requests)
+    return read_workload(artifact / "workloads" / f"workload-{number}.csv")
+
+
+class Moments:
+    """Moments at which forecasts are due, at the first decision at or after each."""
+
+    def __init__(self, moments: Sequence[float]) -> None:
+        self._moments = list(moments)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether a moment has come since the last call."""
+        due = bool(self._moments) and self._moments[0] <= now
+        while self._moments and self._moments[0] <= now:
+            self._moments.pop(0)
+        return due
+
+
+def forecasts(state: ForecastState) -> list[dict[str, Any]]:
+    """Return the raw forecasts of all jobs of a state."""
+    began = time.process_time()
+    samples = sample_times(state, lambda: make_policy("exact"), seed=0, effort=Effort())
+    seconds = time.process_time() - began
+    return [
+        {
+            "job": job.name,
+            "now": state.now,
+            "times": [sample[job.name] for sample in samples],
+            "is_new": job.is_new,
+            "naive": naive(job, state),
+            "cpu_seconds": seconds,
+            "num_jobs": len(state.jobs),
+        }
+        for job in state.jobs
+    ]
+
+
+def naive(job: ForecastJob, state: ForecastState) -> float:
+    """Return when a job ends if its speed stays; of unknown lengths, the median is taken.
+
+    Infinite: it does not train now, or nothing is known.
+    """
+    if not job.allocation or not job.info.likely_work:
+        return math.inf
+    work = quantile(job.info.likely_work, 0.5)
+    return state.now + job.starts_in + work / max(job.allocation.speedup, 1e-9)
+
+
+def table(
+    found: Mapping[tuple[str, int], Sequence[Row]],
+    tolds: Sequence[str],
+    before: Mapping[str, Sequence[PastError]],
+    error: float,
+) -> str:
+    """Return coverage and errors, per workload and over all."""
+    head = (
+        *("job lengths", "workload", "forecasts", "ends covered", "starts covered", "width"),
+        *("median error", "uncorrected", "training jobs", "their median error", "naive"),
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for told in tolds:
+        parts = {str(case[1]): rows for case, rows in found.items() if case[0] == told}
+        parts["all"] = [row for rows in parts.values() for row in rows]
+        past = before.get(told, ())
+        for name, rows in parts.items():
+            lines.append(
+                f"| {TOLD.get(told, told)} | {name} | {' | '.join(_cells(rows, past, error))} |"
+            )
+    return "\n".join(lines)
+
+
+def _cells(rows: Sequence[Row], past: Sequence[PastError], error: float) -> list[str]:
+    ends, starts, widths, errors, plain, ours, naives = [], [], [], [], [], [], []
+    for row in rows:
+        found = forecast_of(row, [*past, *errors_before(row, rows, error)], error)
+        left = row["completed"] - row["now"]
+        ends.append(found.end.low - SLACK <= row["completed"] <= found.end.high + SLACK)
+        if found.start is not None:
+            starts.append(found.start.low - SLACK <= row["started"] <= found.start.high + SLACK)
+        widths.append((found.end.high - found.end.low) / left)
+        errors.append(abs(found.end.median - row["completed"]) / left)
+        plain.append(abs(found.uncorrected_end.median - row["completed"]) / left)
+        if math.isfinite(row["naive"]):
+            ours.append(errors[-1])
+            naives.append(abs(row["naive"] - row["completed"]) / left)
+    return [
+        *(str(len(rows)), _percent(ends), f"{_percent(starts)} of {len(starts)}"),
+        *(_median(widths), _median(errors), _median(plain)),
+        *(str(len(ours)), _median(ours), _median(naives)),
+    ]
+
+
+def forecast_of(row: Row, past: Sequence[PastError], error: float) -> JobForecast:
+    """Return the forecast of a job from its samples, as corrected by past errors."""
+    info = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, row["arrived"], 1, 1)  # noqa: ARG005  # not used
+    job = ForecastJob(row["job"], info, is_new=row["is_new"], family=family_of(row["job"]))
+    state = ForecastState(row["now"], {}, (job,), errors=tuple(past))
+    return summarize(job, [Times(*both) for both in row["times"]], state, error)
+
+
+def errors_before(row: Row, rows: Sequence[Row], error: float) -> Iterator[PastError]:
+    """Yield the errors of the forecasts whose jobs had completed when a forecast was made."""
+    for one in rows:
+        if (one["told"], one["workload"]) != (row["told"], row["workload"]):
+            continue
+        if one["completed"] <= row["now"]:
+            raw = estimate([times[1] for times in one["times"]])
+            value = score(raw, one["now"], one["completed"], error)
+            if value is not None:
+                yield PastError(family_of(one["job"]), value)
+
+
+def _percent(values: Sequence[bool]) -> str:
+    return f"{sum(values) / len(values):.0%}" if values else "–"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{np.median(values):.0%}" if values else "–"
+
+
+def cost(found: Mapping[Any, Sequence[Row]]) -> str:
+    """Return the CPU time of a forecast of all jobs."""
+    seconds = {(key, row["now"]): row["cpu_seconds"] for key, rows in found.items() for row in rows}
+    jobs = {(key, row["now"]): row["num_jobs"] for key, rows in found.items() for row in rows}
+    values, counts = [*seconds.values()], [*jobs.values()]
+    return (
+        f"\nOne forecast of all jobs took {np.median(values):.1f} s of CPU time (median; at most "
+        f"{max(values):.1f} s) for {np.median(counts):.0f} jobs (median; at most {max(counts)})."
+    )
+
+
+if __name__ == "__main__":
+    main()

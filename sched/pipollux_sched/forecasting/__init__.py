@@ -1,0 +1,1 @@
+"""Forecasts of starts and ends of jobs: in the background, and before a submission."""

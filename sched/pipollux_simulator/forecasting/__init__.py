@@ -1,0 +1,1 @@
+"""Forecasts: when the jobs of a cluster start and end, from simulations of its present state."""

@@ -1,0 +1,135 @@
+"""Random draws of what a forecast does not know: lengths and future jobs.
+
+Each job has one stratified draw per sample (Latin hypercube sampling): with n samples, one value
+lies in each n-th of its distribution, in random order. A few samples then cover the distributions
+evenly. Draws depend on the seed and the job's name only, so that successive forecasts of a job
+differ by what has changed, and not by chance.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipollux_policies import JobInfo
+
+from .state import ForecastJob, ForecastState, JobKind
+
+MOST_ARRIVALS = 200
+"""Most future jobs of a sample."""
+_LENGTH, _KIND, _ARRIVALS = 0, 2, 3
+
+
+@dataclass(frozen=True)
+class SampledJob:
+    """One job of a sample, with what the forecast does not know."""
+
+    name: str
+    info: JobInfo
+    """As its scheduler sees it at the start of the sample."""
+    truth: JobInfo
+    """Its speedups, which a scheduler knows once they are measured."""
+    work: float
+    """Its true remaining work; infinite: unknown."""
+    is_measured: bool
+    inherits: bool
+    arrives: float
+
+
+class Draws:
+    """The draws of all samples of one forecast.
+
+    Args:
+        state: of the cluster.
+        seed: of the draws.
+        samples: number of samples.
+    """
+
+    def __init__(self, state: ForecastState, seed: int, samples: int) -> None:
+        self._state = state
+        self._seed = seed
+        self._samples = samples
+        self._kinds = [kind for kind in state.kinds if kind.work]
+        self._own = {job.name: self._strata(job.name) for job in state.jobs}
+
+    def jobs(self, sample: int) -> list[SampledJob]:
+        """Return the unfinished jobs of a sample."""
+        return [self._job(job, sample) for job in self._state.jobs]
+
+    def arrivals(self, sample: int, until: float) -> list[SampledJob]:
+        """Return the jobs of a sample that arrive later, up to a time.
+
+        The rate is uncertain, too: it has the gamma distribution that follows from the number of
+        recent arrivals (with Jeffreys' prior).
+        """
+        state = self._state
+        if not state.arrival_seconds or not self._kinds:
+            return []
+        rng = np.random.default_rng([self._seed, _ARRIVALS, sample])
+        rate = rng.gamma(state.num_arrivals + 0.5) / state.arrival_seconds
+        found: list[SampledJob] = []
+        moment = state.now
+        while rate > 0 and len(found) < MOST_ARRIVALS:
+            moment += rng.exponential(1 / rate)
+            if moment > until:
+                break
+            kind = self._kinds[rng.integers(len(self._kinds))]
+            work = quantile(kind.work, rng.random())
+            name = f"arrival {len(found) + 1}"  # no job has a name with a space
+            truth = kind.info
+            found.append(SampledJob(name, truth, truth, work, True, kind.inherits, moment))
+        return found
+
+    def _strata(self, name: str) -> dict[int, list[float]]:
+        found = {}
+        for purpose in (_LENGTH, _KIND):
+            rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), purpose])
+            places = (rng.permutation(self._samples) + rng.random(self._samples)) / self._samples
+            found[purpose] = places.tolist()
+        return found
+
+    def _job(self, job: ForecastJob, sample: int) -> SampledJob:
+        length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
+        kind = self._kinds[int(which * len(self._kinds))] if self._kinds else None
+        info = job.info
+        if info.likely_work:
+            work = quantile(info.likely_work, length)
+        else:
+            work = self._unknown_work(info, length, kind)
+        truth = info
+        if kind is not None and not job.is_measured:
+            truth = replace(info, speedup_fn=kind.info.speedup_fn)
+        arrives = min(info.created, self._state.now)
+        known = job.is_measured, job.inherits
+        return SampledJob(job.name, info, truth, work, *known, arrives)
+
+    def _unknown_work(self, info: JobInfo, place: float, kind: JobKind | None) -> float:
+        """Return remaining work as of another job; without any, by how long it has trained.
+
+        Then the remaining work given the work done follows Pareto's law, as in `policy.lengths`.
+        """
+        if kind is not None:
+            left = [work - info.work_done for work in kind.work if work > info.work_done]
+            if left:
+                return quantile(left, place)
+        return info.work_done * (1 / (1 - place) ** 2 - 1) if info.work_done else math.inf
+
+
+def quantile(values: Sequence[float], place: float) -> float:
+    """Return a quantile of equally likely values, between 0 and 1; linear between their centres.
+
+    >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([1.0, 2.0, 3.0, 4.0], 0.0)
+    (2.5, 1.0)
+    """
+    ordered = sorted(values)
+    position = place * len(ordered) - 0.5
+    below = min(max(math.floor(position), 0), len(ordered) - 1)
+    above = min(below + 1, len(ordered) - 1)
+    weight = min(max(position - below, 0.0), 1.0)
+    if not weight or ordered[below] == ordered[above]:
+        return ordered[below]
+    return ordered[below] * (1 - weight) + ordered[above] * weight

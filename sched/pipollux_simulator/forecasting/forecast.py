@@ -1,0 +1,112 @@
+"""Forecasts of starts and ends: a handful of samples, and quantiles over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipollux_policies import Policy
+
+from .draws import Draws, quantile
+from .errors import ERROR, HIGH, LOW, Estimate, corrected
+from .sample import Effort, Times, run_sample
+from .state import ForecastJob, ForecastState
+
+_ARRIVALS_FOR = 86400.0
+"""Seconds ahead for which the recent rate of arrivals is assumed."""
+
+
+@dataclass(frozen=True)
+class JobForecast:
+    """When a job starts and ends, by the clock of its state."""
+
+    start: Estimate | None
+    """None: it has started."""
+    end: Estimate
+    uncorrected_end: Estimate
+    """The same without the correction by past errors, to learn from its own."""
+
+
+def forecast(
+    state: ForecastState,
+    make_policy: Callable[[], Policy],
+    *,
+    seed: int = 0,
+    effort: Effort | None = None,
+    error: float = ERROR,
+) -> dict[str, JobForecast]:
+    """Return the forecasts of all jobs of a state; deterministic.
+
+    Args:
+        state: of the cluster.
+        make_policy: returns a new instance of the cluster's policy.
+        seed: of the random draws.
+        effort: number of samples, and how exact each is; None: the default.
+        error: spread of the logarithm of a time that samples do not contain: see `errors`.
+
+    Raises:
+        SimulationError: the policy broke a rule.
+
+    Example:
+        >>> from pipollux_policies import JobInfo, NodeInfo, make_policy
+        >>> from pipollux_simulator import ForecastJob
+        >>> job = JobInfo({"slots": 1}, lambda n, r: r, 0.0, 1, 1, remaining_work=100.0)
+        >>> state = ForecastState(0.0, {"n": NodeInfo({"slots": 1})}, (ForecastJob("a", job),))
+        >>> forecast(state, lambda: make_policy("fifo"), error=0.0)["a"].end.median
+        130.0
+    """
+    samples = sample_times(state, make_policy, seed=seed, effort=effort or Effort())
+    return {
+        job.name: summarize(job, [sample[job.name] for sample in samples], state, error)
+        for job in state.jobs
+    }
+
+
+def sample_times(
+    state: ForecastState,
+    make_policy: Callable[[], Policy],
+    *,
+    seed: int,
+    effort: Effort,
+    which: Sequence[int] | None = None,
+) -> list[dict[str, Times]]:
+    """Return the start and end of every job in each sample, with exact models: see `forecast`.
+
+    `which`: numbers of the samples, from 0; None: all.
+    """
+    numbers = range(effort.samples) if which is None else which
+    if not state.jobs or not state.nodes:
+        never = {job.name: Times(math.inf, math.inf) for job in state.jobs}
+        return [never for _ in numbers]
+    draws = Draws(state, seed, effort.samples)
+    until = state.now + min(effort.horizon, _ARRIVALS_FOR)
+    return [
+        run_sample(state, make_policy(), draws.jobs(i), draws.arrivals(i, until), effort)
+        for i in numbers
+    ]
+
+
+def summarize(
+    job: ForecastJob, times: Sequence[Times], state: ForecastState, error: float = ERROR
+) -> JobForecast:
+    """Return the forecast of a job from its times in the samples."""
+    now = state.now
+    start = None
+    if job.is_new:
+        start = corrected(estimate([max(time.start, now) for time in times]), now, error=error)
+    end = estimate([max(time.end, now) for time in times])
+    found = corrected(end, now, job.family, state.errors, error)
+    if start is not None:  # only ends are corrected by past errors
+        found = Estimate(*map(max, start, found))
+    return JobForecast(start, found, end)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the quantiles of equally likely values.
+
+    >>> estimate([3.0, 1.0, 2.0, math.inf])
+    Estimate(low=1.0, median=2.5, high=inf)
+    """
+    low, median, high = (quantile(values, place) for place in (LOW, 0.5, HIGH))
+    return Estimate(low, median, high)

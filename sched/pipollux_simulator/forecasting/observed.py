@@ -1,0 +1,86 @@
+"""The state of a simulated cluster, as its scheduler would see it, for evaluating forecasts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pipollux_policies import Allocation, JobInfo
+from pipollux_simulator.engine.cluster import Cluster
+from pipollux_simulator.engine.job import SimulatedJob
+
+from .state import ForecastJob, ForecastState, JobKind
+
+ARRIVAL_SECONDS = 3600.0
+"""The rate of arrivals is that of the last hour."""
+MOST_KINDS = 100
+"""Number of last jobs that future jobs may resemble."""
+
+
+@dataclass
+class ObservedCluster(Cluster):
+    """A cluster that calls `observe` after every decision, for instance to take its `state`."""
+
+    observe: Callable[[ObservedCluster], object] = lambda _: None
+
+    def _round(self) -> None:
+        super()._round()
+        self.observe(self)
+
+    @property
+    def now(self) -> float:
+        """The time in the simulation."""
+        return self._now
+
+    def state(self) -> ForecastState:
+        """Return the state at this time, without anything that a scheduler could not know."""
+        mean_jobs = self._mean_jobs()
+        jobs = [self._forecast_job(job, mean_jobs.get(name)) for name, job in self._active.items()]
+        since = max(self._now - ARRIVAL_SECONDS, 0.0)
+        arrived = [job.arrival.time for job in self.known_jobs()]
+        return ForecastState(
+            now=self._now,
+            nodes=dict(self.nodes),
+            jobs=tuple(sorted(jobs, key=lambda job: job.info.created)),
+            kinds=self._kinds(),
+            num_arrivals=sum(time > since for time in arrived),
+            arrival_seconds=self._now - since,
+            interval=self.options.interval,
+            decides_in=self.options.interval,
+            teams=self._teams,
+            notices=dict(self._notices),
+        )
+
+    def _forecast_job(self, job: SimulatedJob, mean_jobs: float | None) -> ForecastJob:
+        return ForecastJob(
+            name=job.name,
+            # Only a decision that is being made pins a job that starts.
+            info=replace(self._info(job, mean_jobs), preemptible=job.arrival.terms.preemptible),
+            allocation=Allocation(job.nodes, job.shape),
+            starts_in=job.starts_in,
+            is_new=job.started is None,
+            is_measured=job.model.base_goodput() > 0,
+            inherits=job.name in self._warm_starts,
+            family=job.arrival.family,
+        )
+
+    def _kinds(self) -> tuple[JobKind, ...]:
+        known = sorted(self.known_jobs(), key=lambda job: job.arrival.time)[-MOST_KINDS:]
+        return tuple(self._kind(job) for job in known if job.model.base_goodput() > 0)
+
+    def _kind(self, job: SimulatedJob) -> JobKind:
+        present = self._info(job, None)
+        if job.completed is not None:
+            work: tuple[float, ...] = (present.work_done,)
+        else:
+            work = tuple(present.work_done + left for left in present.likely_work)
+        return JobKind(self._at_submission(job), work, self.options.inherit_models)
+
+    def _at_submission(self, job: SimulatedJob) -> JobInfo:
+        new = copy.copy(job)
+        new.arrival = replace(job.arrival, time=self._now)
+        new.progress, new.epoch, new.attained_service = 0.0, 0, 0.0
+        new.num_starts = new.num_moves = new.num_rescales = 0
+        new.nodes = new.members = ()
+        return self._info(new, None)

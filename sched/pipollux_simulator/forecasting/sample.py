@@ -1,0 +1,327 @@
+"""One sample of a forecast: the simulator, from the present state, with everything drawn.
+
+The first decisions are made at every change, as in the scheduler. Later ones are made in steps that
+grow with the distance from now: what happens hours ahead is not known to the minute, and a sample
+then takes about as many decisions for a day as for an hour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pipollux_perfmodel import GradParams
+from pipollux_policies import MEASURED_REACH, Allocation, JobInfo, Policy, ReplicaShape
+from pipollux_simulator.applications.base import JobModel, RunningJob, TrueStepTimes
+from pipollux_simulator.engine.cluster import Cluster, Options
+from pipollux_simulator.engine.job import SimulatedJob
+from pipollux_simulator.workload.arrivals import JobArrival
+from pipollux_simulator.workload.terms import JobTerms
+
+from .draws import SampledJob
+from .state import ForecastJob, ForecastState
+
+_MOMENT = 1e-6
+_LEAST_SPEED = 1e-9
+"""Speed of an allocation that is predicted to be worth nothing, so that time ends."""
+_ENDLESS = 1e15
+"""Work of a job of unknown length."""
+_SETTLED_AFTER = 3600.0
+"""Seconds in which the policy may still start such a job in place of another one."""
+
+
+class Times(NamedTuple):
+    """When a job starts and ends in a sample, by the clock of the state; infinite: beyond it."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a forecast is."""
+
+    samples: int = 9
+    exact_changes: int = 20
+    """Number of decisions of a sample that are made exactly when something changes."""
+    stretch: float = 0.1
+    """Length of later steps, relative to the time since the start of the sample."""
+    horizon: float = 30 * 86400.0
+    """Seconds that a sample covers."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.exact_changes < 0:
+            raise ValueError(f"{self}: samples must be at least 1, exact_changes at least 0")
+        if not (self.stretch >= 0 and self.horizon > 0):
+            raise ValueError(f"{self}: stretch must be at least 0, horizon above 0")
+
+
+class SampledApplication:
+    """The training of a job in a sample, in units of its work; an `Application`."""
+
+    init_batch_size = 1
+    max_batch_size = 1
+    max_epochs = 1
+
+    def __init__(self, job: SampledJob) -> None:
+        self.name = job.name
+        self.job = job
+        self._speeds: dict[RunningJob, TrueStepTimes] = {}
+        self._work = min(job.work, _ENDLESS)
+
+    def step_times(self, running: RunningJob) -> TrueStepTimes:
+        """Return the time of a second of one replica's work on an allocation."""
+        if running not in self._speeds:
+            shape = self._shape(running)
+            speed = float(shape.speedup_fn(running.num_nodes, running.num_replicas))
+            seconds = 1 / max(speed, _LEAST_SPEED)
+            self._speeds[running] = TrueStepTimes(seconds, seconds)
+        return self._speeds[running]
+
+    def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's: speedups contain the gain
+        """Return gradients without noise: a step is worth one unit at any batch size."""
+        return GradParams(1.0, 0.0)
+
+    def progress(self, epoch: int) -> float:
+        """Return the work in some epochs; one is the whole job."""
+        return epoch * self._work
+
+    def completion_epoch(self, batch_size: int) -> int:  # noqa: ARG002  # the protocol's
+        """Return the last epoch."""
+        return 0
+
+    def max_replicas(self, batch_size: int | None = None) -> int:  # noqa: ARG002  # the protocol's
+        """Return the user's limit."""
+        info = self.job.info
+        return info.max_replicas if info.allowed_replicas is None else info.allowed_replicas
+
+    def new_model(self, batch_size: int | None = None) -> JobModel:  # noqa: ARG002  # the protocol's
+        """Return the model of a job that has not trained in this sample."""
+        return SampledModel(self.job)
+
+    def _shape(self, running: RunningJob) -> ReplicaShape:
+        shapes = self.job.truth.all_shapes
+        same = [shape for shape in shapes if shape.num_stages == running.num_stages]
+        suited = [shape for shape in same if shape.gpu_type in (None, running.gpu_type)]
+        # A job that borrows speedups may run in a shape that their owner does not have.
+        return next(iter([*suited, *same, *shapes]))
+
+
+class SampledModel:
+    """A job's knowledge of itself in a sample; a `JobModel`."""
+
+    def __init__(self, job: SampledJob) -> None:
+        self._job = job
+        self.is_measured = job.is_measured
+        self.max_profiled_replicas = 0
+
+    def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # the protocol's: the truth is known
+        """Record that the job has trained on this number of replicas."""
+        self.is_measured = True
+        self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
+
+    def inherit(self, relatives: Sequence[JobModel]) -> None:
+        """Inherit nothing: inherited measurements are part of the state."""
+
+    def shapes(self) -> tuple[ReplicaShape, ...]:
+        """Return the shapes known by now."""
+        return self._job.truth.all_shapes if self.is_measured else self._job.info.all_shapes
+
+    def configure(
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+    ) -> RunningJob:
+        """Return the allocation; its batch size does not matter."""
+        return RunningJob(tuple(placement), shape.num_stages, 1, 1, 0, gpu_type)
+
+    def goodput(self, running: RunningJob) -> float:  # noqa: ARG002  # the protocol's
+        """Return 1: work is measured in seconds of one replica."""
+        return 1.0
+
+    def base_goodput(self) -> float:
+        """Return 1, or 0 as long as nothing is measured."""
+        return float(self.is_measured)
+
+
+@dataclass
+class SampledCluster(Cluster):
+    """The cluster of one sample, which begins with the jobs and allocations of a state."""
+
+    effort: Effort = field(default_factory=Effort)
+    sampled: Mapping[str, SampledJob] = field(default_factory=dict)
+    state: ForecastState = field(default_factory=lambda: ForecastState(0.0, {}, ()))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._teams, self._notices = self.state.teams, dict(self.state.notices)
+        self._warm_starts = {name for name, job in self.sampled.items() if job.inherits}
+        self._area = 0.0
+        """Integral of the number of unfinished jobs since the start of the sample."""
+        self._num_changes = 0
+        """Number of decisions at a change so far."""
+
+    def run_until_done(self, wanted: Collection[str], until: float) -> None:
+        """Simulate until some jobs are done, or until a time."""
+        left, self._due = set(wanted), self.begin + self.state.decides_in
+        if self._due <= self._now:
+            self._round()
+        while left and self._now < until and not self._is_settled():
+            self._advance_to_round()
+            self._due = self._now
+            self._round()
+            left = {name for name in left if name in self._active}
+
+    def _is_settled(self) -> bool:
+        """Return whether nothing will end any more: only jobs of unknown length are left."""
+        if self._waiting or any(self.sampled[name].work < _ENDLESS for name in self._active):
+            return False
+        longest = self.begin + _SETTLED_AFTER
+        return self._now >= longest or all(job.nodes for job in self._active.values())
+
+    def _interval(self) -> float:
+        if self._due > self._now:
+            return self._due - self._now
+        return max(self.options.interval, self.effort.stretch * (self._now - self.begin))
+
+    def _advance_to_round(self) -> None:
+        if self._num_changes > self.effort.exact_changes:
+            self._advance_to(self._now + self._interval())
+            return
+        before = len(self._done)
+        super()._advance_to_round()
+        arrived = bool(self._waiting) and self._waiting[0].time <= self._now
+        self._num_changes += arrived or len(self._done) > before
+
+    def _train(self, until: float) -> None:
+        self._area += (until - self._now) * len(self._active)
+        super()._train(until)
+
+    def _mean_jobs(self) -> dict[str, float]:
+        """Return averages over the jobs' lives, of which a part was before the sample."""
+        passed, found = self._now - self.begin, {}
+        for name, job in self._active.items():
+            age, before = self._now - job.arrival.time, self.sampled[name].info.mean_jobs
+            old = age - passed
+            if old <= 0 < age:  # it arrived in the sample
+                found[name] = max(self._area / passed, 1.0)
+            elif before is not None and age > 0:
+                found[name] = max((before * old + self._area) / age, 1.0)
+        return found
+
+    def _broken_rules(
+        self,
+        infos: Mapping[str, JobInfo],
+        base: Mapping[str, Allocation],
+        answer: Mapping[str, Sequence[str]],
+    ) -> list[str]:
+        """Return what the policy broke; in a real state, something may have been broken before."""
+        found = super()._broken_rules(infos, base, answer)
+        if not found:
+            return []
+        held = {n: given for n, given in base.items() if self._active[n].started != self._now}
+        before = super()._broken_rules(infos, held, held)
+        return [sentence for sentence in found if sentence not in before]
+
+    def _info(self, job: SimulatedJob, mean_jobs: float | None) -> JobInfo:
+        sampled, model, most = self.sampled[job.name], job.model, job.app.max_replicas()
+        info = sampled.info
+        known = sampled.truth if model.base_goodput() else info
+        measured = max(info.max_replicas, MEASURED_REACH * model.max_profiled_replicas)
+        return replace(
+            known,
+            max_replicas=max(min(measured, most), info.min_replicas, 1),
+            preemptible=info.preemptible and not job.starting,
+            creation_timestamp=job.arrival.time,
+            age=max(self._now - job.arrival.time, 0.0),
+            num_restarts=job.num_restarts,
+            num_rescales=job.num_rescales,
+            attained_service=job.attained_service,
+            mean_jobs=mean_jobs,
+            work_done=info.work_done + job.progress,
+            **_work_left(sampled, job.progress),
+        )
+
+
+def _work_left(sampled: SampledJob, trained: float) -> dict[str, Any]:
+    """Return the remaining work as the policy sees it: by now, the job is longer than `trained`."""
+    info = sampled.info
+    if info.remaining_work is not None:
+        return {"remaining_work": max(sampled.work - trained, 0.0)}
+    left = tuple(work - trained for work in info.work_left if work > trained)
+    return {"work_left": left or info.work_left[-1:]}
+
+
+def run_sample(
+    state: ForecastState,
+    policy: Policy,
+    jobs: Sequence[SampledJob],
+    arrivals: Sequence[SampledJob],
+    effort: Effort,
+) -> dict[str, Times]:
+    """Simulate one sample; return the times of the jobs of the state."""
+    sampled = {job.name: job for job in (*jobs, *arrivals)}
+    origin = min([state.now, *(job.arrives for job in jobs)])
+    moved = [replace(job, arrives=job.arrives - origin) for job in jobs]
+    begin = state.now - origin
+    before = {job.name: job for job in state.jobs}
+    cluster = SampledCluster(
+        workload=[_arrival(job, job.arrives - origin) for job in arrivals],
+        applications={job.name: SampledApplication(job) for job in sampled.values()},
+        nodes=dict(state.nodes),
+        policy=policy,
+        options=Options(interval=state.interval, decides_at="changes"),
+        begun=[_begun(job, before[job.name], state, begin) for job in moved],
+        begin=begin,
+        effort=effort,
+        sampled=sampled,
+        state=replace(state, notices={name: due - origin for name, due in state.notices.items()}),
+    )
+    cluster.run_until_done([job.name for job in jobs], begin + effort.horizon)
+    found = {job.name: job for job in cluster.known_jobs()}
+    return {job.name: _times(found[job.name], origin) for job in jobs}
+
+
+def _times(job: SimulatedJob, origin: float) -> Times:
+    started, completed = (
+        math.inf if moment is None else origin + moment for moment in (job.started, job.completed)
+    )
+    return Times(started, completed)
+
+
+def _arrival(job: SampledJob, time: float) -> JobArrival:
+    info = job.info
+    terms = JobTerms(
+        min_replicas=info.min_replicas,
+        preemptible=info.preemptible,
+        restart_seconds=info.restart_seconds,
+        rescale_seconds=info.rescale_seconds,
+    )
+    replicas = info.requested_replicas or info.least_replicas
+    return JobArrival(job.name, time, job.name, replicas, 1, terms=terms)
+
+
+def _begun(
+    job: SampledJob, before: ForecastJob, state: ForecastState, begin: float
+) -> SimulatedJob:
+    """Return a job of the state in the form of the simulator; without nodes that are gone."""
+    app, info, held = SampledApplication(job), job.info, before.allocation
+    if any(node not in state.nodes for node in held):
+        held = type(held)()
+    arrival = _arrival(job, job.arrives)
+    started = None if before.is_new and not held else arrival.time
+    begun = SimulatedJob(
+        arrival,
+        app,
+        app.new_model(),
+        info.restart_seconds,
+        info.rescale_seconds,
+        clock=begin,
+        started=started,
+        num_starts=0 if started is None else info.num_restarts + 1,
+        num_rescales=info.num_rescales,
+        attained_service=info.attained_service,
+    )
+    if held and held.shape is not None:
+        begun.hold(tuple(sorted(held)), held.shape, before.starts_in)
+    return begun
