@@ -45,7 +45,7 @@ def train(options: str, seconds: float, slow: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     chosen = pipollux.PushPull(**json.loads(options)) if options else None
     wrapped = pipollux.HybridParallel(model, optimizer, synchronization=chosen)
-    data = TensorDataset(torch.randn(1 << 20, 512).narrow(1, 0, 512))
+    data = TensorDataset(torch.randn(1 << 16, 512))
     batch = 32 if chosen is not None else 32 * pipollux.num_replicas()
     loader = pipollux.AdaptiveDataLoader(data, batch_size=batch, shuffle=False)
     began, count = 0.0, 0

@@ -287,8 +287,9 @@ SCHEDULER_URL = Variable(
 TOKEN = Variable(
     "PIPOLLUX_TOKEN",
     Text(),
-    "scheduler",
-    "secret token of the job for requests to the scheduler",
+    "scheduler or user",
+    "secret token of the job for requests to the scheduler, or to the servers of "
+    "`PIPOLLUX_SERVERS`",
     "none",
 )
 CA_FILE = Variable(
@@ -316,7 +317,8 @@ ELASTIC = Variable(
     "PIPOLLUX_ELASTIC",
     Switch(),
     "scheduler",
-    "1: replicas join and leave without a restart; a script may set 0 to turn this off",
+    "1: replicas join and leave without a restart; a script may set 0 to "
+    "[turn this off](../concepts/elastic-resize.md#turn-it-off)",
     "0",
 )
 ELASTIC_NCCL = Variable(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -112,8 +113,8 @@ class Learner:
         self._in_loop = False
         self._confirmations: list[Handle[Any]] = []
         """Pushes under way."""
-        self._completions: list[Handle[Any]] = []
-        """Notes of them to the ledger, from the worker's thread."""
+        self._completions: deque[Handle[Any]] = deque()
+        """Notes of them to the ledger, appended by the worker's thread."""
         self.place: Place | None = None
         """The job's loop when this replica joined; None at the start of a job."""
 
@@ -313,10 +314,9 @@ class Learner:
                 self._push(fragment)
         for confirmation in self._confirmations:
             confirmation.wait()
-        for completion in self._completions:
-            completion.wait()
         self._confirmations.clear()
-        self._completions.clear()
+        while self._completions:
+            self._completions.popleft().wait()
 
     def _push(self, fragment: Fragment) -> None:
         """Send a fragment's change, and request what it becomes."""
@@ -347,7 +347,8 @@ class Learner:
             header["scales"] = scales
         done = {"op": "complete", "place": self._place, "intervals": header["intervals"]}
         fragment.pushed_at, fragment.age, fragment.spans = time.monotonic(), 0, []
-        self._completions = [x for x in self._completions if not x.done()]
+        while self._completions and self._completions[0].done():
+            self._completions.popleft().wait()  # raises what has failed
         confirmed = self._worker.push(changes, header, lambda: self._confirm(done))
         self._confirmations = [x for x in self._confirmations if not x.done()] + [confirmed]
         wanted = dict.fromkeys(fragment.keys, fragment.number)
@@ -440,8 +441,13 @@ class Learner:
 
     def leave(self) -> None:
         """Push everything and leave the job, as this replica stops."""
-        if self._in_loop:
-            self._push_rest()
+        try:
+            if self._in_loop:
+                self._push_rest()
+        except ServerError as error:
+            if str(error) not in (FENCED, PAST):
+                raise
+            # What is not pushed is trained on by others, or after the restart.
         self._context.control.barrier()  # other processes of the replica have pushed, too
         if self._context.env.stage == 0:
             self._worker.ask({"op": "leave", "member": self._member}).wait()

@@ -41,6 +41,13 @@ BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward"})
 """Requests of the servers beside this one, answered also before it is ready."""
 AMONG_ALL = frozenset({"admit", "count", "fence"})
 """Operations of the first server on all of them."""
+DIFFERENCES = {
+    "layers": "the model has another number of layers than that of other replicas, or of the last "
+    "run of the servers' job: all need the same model",
+    "frozen": "the frozen parameters differ from those of other replicas: load the same weights on "
+    "all of them, or set the same seed",
+}
+"""What is wrong where replicas differ in more than an option."""
 NO_STATE = "no copy of this range"
 
 
@@ -259,6 +266,8 @@ class Server:
                 await self._send_copy()
         ours = self._own.options
         for name, value in options.items():
+            if ours[name] != value and name in DIFFERENCES:
+                raise ValueError(DIFFERENCES[name])
             if ours[name] != value:
                 raise ValueError(
                     f"PushPull({name}={value!r}), but the servers' job has {name}={ours[name]!r}: "
