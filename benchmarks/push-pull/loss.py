@@ -174,9 +174,7 @@ def run(kind: str, given: argparse.Namespace, seed: int, every: int) -> float:
             sys.path.insert(0, given.torchft)
             from torchft.coordination import LighthouseServer
 
-            lighthouse = LighthouseServer(
-                "0.0.0.0:0", min_replicas=given.replicas
-            )  # has no other form; the benchmark's own machine
+            lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=given.replicas)
             environment["LIGHTHOUSE"] = lighthouse.address()
         try:
             for replica in range(given.replicas if kind != "synchronous" else 1):

@@ -19,7 +19,16 @@ from pipollux_hybrid.job.membership import Announcement, JobPlace, JoiningReplic
 from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
 from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_protocol import environment, messages
-from pipollux_protocol.environment import VARIABLES, Names, PathKind, Seconds, Switch, Text, Whole
+from pipollux_protocol.environment import (
+    VARIABLES,
+    Addresses,
+    Names,
+    PathKind,
+    Seconds,
+    Switch,
+    Text,
+    Whole,
+)
 from pipollux_protocol.files import AgentResult, ResultError
 from pipollux_sched import lifecycle
 from pipollux_sched.backend.base import Launch, ReplicaProgram, SlotAssignment
@@ -73,6 +82,9 @@ def values(variable: environment.Variable[Any]) -> st.SearchStrategy[Any]:
             return st.booleans()
         case Names():
             return st.lists(words, min_size=1).map(tuple)
+        case Addresses():
+            address = st.builds("{}:{}".format, words, st.integers(1, 65535))
+            return st.lists(address, min_size=1).map(tuple)
     raise AssertionError(variable)
 
 
@@ -86,7 +98,7 @@ def test_a_variable_says_what_was_written(
     assert variable.read({}) is variable.read({variable.name: " "}) is None
 
 
-WRONG = {"Whole": "-1", "Seconds": "never", "Switch": "yes"}
+WRONG = {"Addresses": "host", "Whole": "-1", "Seconds": "never", "Switch": "yes"}
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs import fork_server, free_port
+from tests.waiting import until
 
 TOKEN = "a secret of this test"
 PATIENCE = 60.0
@@ -32,6 +34,12 @@ class Servers:
         process = fork_server().Process(target=_serve, args=(arguments, self.environment()))
         process.start()
         self.processes[index] = process
+        until(lambda: self._listens(index), "the server listens", PATIENCE)
+
+    def _listens(self, index: int) -> bool:
+        host, _, port = self.addresses[index].rpartition(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
 
     def kill(self, index: int) -> None:
         process = self.processes.pop(index)

@@ -45,7 +45,7 @@ def train(folder: Path, stages: int, processes: int, stop: int) -> tuple[list[in
             optimizer.zero_grad()
             wrapped.train_step(inputs, inputs, nn.functional.mse_loss)
             optimizer.step()
-            if os.environ.get("LOCAL_STAGE", "0") == "0" and pipollux.process_rank() == 0:
+            if pipollux.process_rank() == 0:  # of this replica
                 with log.open("a") as file:
                     file.writelines(f"{epoch} {index}\n" for index in indices.tolist())
             steps += 1

@@ -37,7 +37,12 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def train(
-    options: dict[str, Any], kind: str, epochs: int, num_stages: int, processes: int
+    options: dict[str, Any],
+    kind: str,
+    epochs: int,
+    num_stages: int,
+    processes: int,
+    accumulates: bool = False,
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Train a replica; return the samples of its steps, and its parameters."""
     pipollux.init_process_group("gloo", processes_per_replica=processes)
@@ -52,7 +57,9 @@ def train(
     )
     data = TensorDataset(torch.arange(SAMPLES), *make_data())
     loader = pipollux.AdaptiveDataLoader(data, batch_size=BATCH, shuffle=True)
-    steps = []
+    if accumulates:
+        loader.autoscale_batch_size(BATCH, local_bsz_bounds=(1, 2), gradient_accumulation=True)
+    steps: list[list[int]] = []
     for _ in pipollux.remaining_epochs_until(epochs):
         for indices, inputs, targets in loader:
             optimizer.zero_grad()
@@ -61,7 +68,8 @@ def train(
             else:
                 nn.functional.mse_loss(wrapped(inputs), targets).backward()
             optimizer.step()
-            steps.append(indices.tolist())
+            begins = not accumulates or not steps or len(steps[-1]) == BATCH
+            steps.append(indices.tolist()) if begins else steps[-1].extend(indices.tolist())
     return steps, {name: x.detach().clone() for name, x in wrapped.state_dict().items()}
 
 
@@ -128,16 +136,15 @@ def reference(
 
 
 def check(
-    options: dict[str, Any],
-    replicas: int,
-    kind: str = "adamw",
-    num_servers: int = 2,
-    stages: int = 1,
+    options: dict[str, Any], replicas: int, stages: int = 1, accumulates: bool = False
 ) -> None:
-    options = {"adapt_to_speed": False, **options}
-    with servers(num_servers) as running:
+    options, kind = {"adapt_to_speed": False, **options}, "adamw"
+    with servers(2) as running:
         found = run_replicas(
-            train, replicas, options, kind, 1, stages, 1, environment=running.environment()
+            train,
+            replicas,
+            *(options, kind, 1, stages, 1, accumulates),
+            environment=running.environment(),
         )
     taken = [steps for steps, _ in found]
     assert sorted(x for steps in taken for step in steps for x in step) == list(range(SAMPLES))
@@ -158,7 +165,9 @@ def fragments_of_model(count: int) -> list[list[str]]:
     return [[n for n in names if int(n.split(".")[0]) in group] for group in layers]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "replicas", [2, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (1, 3, 4))]
+)
 def test_rounds_of_several_steps(replicas: int) -> None:
     check({"sync_every": 4}, replicas)
 
@@ -177,7 +186,11 @@ def test_fragments_and_overlap(options: dict[str, Any]) -> None:
     check(options, 2, stages=2)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+def test_accumulation_steps() -> None:
+    check({"sync_every": 4}, 2, accumulates=True)
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_push_per_step_is_the_synchronous_training(replicas: int) -> None:
     outer = pipollux.OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
     options = {"sync_every": 1, "outer_optimizer": outer, "adapt_to_speed": False}

@@ -31,12 +31,12 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_context pending",
     ),
     "AdaptiveBPTTIterator": (
-        "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _limits _membership "
-        "_metrics _random _sample_length _state bptt_len tokens",
+        "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _learner _limits "
+        "_membership _metrics _random _sample_length _state bptt_len tokens",
         "",
     ),
     "AdaptiveDataLoader": (
-        "_batches _boundary _context _epoch_size _epochs _init_batch_size _limits _lists "
+        "_batches _boundary _context _epoch_size _epochs _init_batch_size _learner _limits _lists "
         "_membership _metrics _per_stage _random _sample_length _sampler _seed _stages _state "
         "_stream _worker_start",
         "",
@@ -92,7 +92,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_batches _graphs _reached _stage _wanted",
     ),
     "ControlPlane": (
-        "_agreed _group _num_replicas _place _riding _timeout checks exchanges losses mesh "
+        "_agreed _group _num_replicas _place _riding timeout checks exchanges losses mesh "
         "settings",
         "_message last",
     ),

@@ -1,0 +1,115 @@
+"""What cannot be trained by push and pull is refused in one sentence, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import pipollux
+from tests.hybrid.push_pull.jobs import TOKEN, servers
+from tests.hybrid.replicas import run_replicas
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(8, 2))
+
+
+def refusal(kind: str, options: dict[str, Any]) -> str:
+    """Return the message of the error that a script ends with."""
+    try:
+        pipollux.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if kind == "frozen":
+            model.requires_grad_(False)
+        synchronization: Any = pipollux.PushPull(sync_every=2)
+        if kind in ("none", "wrong"):
+            synchronization = None if kind == "none" else "push"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = pipollux.HybridParallel(
+            model, optimizer, synchronization=synchronization, **options
+        )
+        data: Any = Stream() if kind == "stream" else TensorDataset(torch.randn(8, 2))
+        loader = pipollux.AdaptiveDataLoader(data, batch_size=2)
+        for _ in pipollux.remaining_epochs_until(1):
+            for batch in loader:
+                if kind == "no backward":
+                    continue
+                inputs = batch if kind == "stream" else batch[0]
+                wrapped(inputs).sum().backward()
+                optimizer.step()
+    except pipollux.PipolluxError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("none", {}, "give it synchronization=pipollux.PushPull(…), or remove the variable"),
+        ("wrong", {}, "synchronization='push': pipollux.PushPull(…) is needed"),
+        ("", {"shard_optimizer": True}, "shard_optimizer=True divides the optimizer's state"),
+        ("", {"check_replicas": True}, "check_replicas compares replicas after steps"),
+        ("frozen", {}, "no parameter of this stage is trained: nothing to push"),
+        ("stream", {}, "positions of a map-style data set"),
+        ("no backward", {}, "an iteration over training samples had no backward"),
+    ],
+)
+def test_scripts(kind: str, options: dict[str, Any], message: str) -> None:
+    with servers(1) as running:
+        (found,) = run_replicas(refusal, 1, kind, options, environment=running.environment())
+    assert message in found
+
+
+def test_without_servers() -> None:
+    (found,) = run_replicas(refusal, 1, "", {})
+    assert "needs servers: start python -m pipollux.server for each address" in found
+
+
+def test_a_wrong_token() -> None:
+    with servers(1) as running:
+        environment = {**running.environment(), "PIPOLLUX_TOKEN": f"{TOKEN}!"}
+        (found,) = run_replicas(refusal, 1, "", {}, environment=environment)
+    assert "PIPOLLUX_TOKEN has to be the same for the servers and for all replicas" in found
+
+
+def test_under_a_scheduler() -> None:
+    with servers(1) as running:
+        environment = {**running.environment(), "PIPOLLUX_ATTEMPT": "1"}
+        (found,) = run_replicas(refusal, 1, "", {}, environment=environment)
+    assert "replicas that push and pull are started by hand" in found
+
+
+def test_replicas_with_other_options_or_models() -> None:
+    with servers(1) as running:
+        found = run_replicas(refusal, 1, "", {}, environment=running.environment())
+        assert found == ["nothing was refused"]
+        (other,) = run_replicas(differing, 1, "options", environment=running.environment())
+        assert "PushPull(sync_every=3), but the servers' job has sync_every=2" in other
+        (other,) = run_replicas(differing, 1, "layers", environment=running.environment())
+        assert "another number of layers" in other
+        (other,) = run_replicas(differing, 1, "frozen", environment=running.environment())
+        assert "the frozen parameters differ" in other
+
+
+def differing(what: str) -> str:
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3 if what == "layers" else 2)])
+    if what == "frozen":
+        model[0].requires_grad_(False)
+    every = 3 if what == "options" else 2
+    try:
+        pipollux.HybridParallel(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            synchronization=pipollux.PushPull(sync_every=every),
+        )
+    except pipollux.PipolluxError as error:
+        return str(error)
+    return "nothing was refused"
