@@ -92,8 +92,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_batches _graphs _reached _stage _wanted",
     ),
     "ControlPlane": (
-        "_agreed _group _num_replicas _place _riding timeout checks exchanges losses mesh "
-        "settings",
+        "_agreed _group _num_replicas _place _riding timeout checks exchanges losses mesh settings",
         "_message last",
     ),
     "ElasticSampler": (
@@ -167,6 +166,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_announced _context _watch joining recovery totals",
     ),
+    "Learning": ("learner", ""),
     "LoopState": (
         "_is_large accum_steps atomic_bsz common details identity index name",
         "",
