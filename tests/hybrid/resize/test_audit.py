@@ -299,8 +299,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     "Reporter": (
         "",
         "_backoff _context _display _fault _held _hints _hints_of _last_point _listeners "
-        "_lock _losses _next_hints _next_report _pace _points _retry_at _senders _stop _thread "
-        "_timeline _unshown _url",
+        "_lock _losses _metrics _next_hints _next_report _pace _points _retry_at _senders _stop "
+        "_thread _timeline _unshown _url",
     ),
     "RunningAverage": (
         "total weight",
