@@ -23,7 +23,7 @@ from typing import Any
 from tests.programs import fork_server, free_port, ranks
 from tests.waiting import until
 
-TIMEOUT = 40.0
+TIMEOUT = 240.0
 
 
 def run_replicas(

@@ -196,14 +196,24 @@ class Learner:
         return self._leases.parts(order, shape, cut)
 
     def open(self, place: Place, num_samples: int, batch: int) -> bool:
-        """Begin a loop, with the samples of a step; return whether it is over already."""
+        """Begin a loop, with the samples of a step; return whether it is over already.
+
+        Raises:
+            ConfigurationError: The loop before was left by ``break``.
+        """
+        if self._in_loop and place != self._place:
+            raise ConfigurationError(
+                "the training loop before was left by break: with synchronization=PushPull(…) a "
+                "loop takes all samples, over all replicas; for fewer of them give the loader a "
+                "torch.utils.data.Subset"
+            )
         self._place, self._num_samples, self._batch = place, num_samples, batch
         header = {"op": "open", "member": self._member, "stage": self._context.env.stage}
         header |= {"place": place, "num_samples": num_samples, "batch": batch}
         reply = self._worker.ask(header).wait()
-        self._in_loop = True
         reached = reply.header["place"]
-        return (int(reached[0]), int(reached[1])) > place
+        self._in_loop = (int(reached[0]), int(reached[1])) == place
+        return not self._in_loop
 
     def _positions(self, batch: int) -> dict[str, Any]:
         """Return the ledger's next answer; none if this member is lost, which ends the segment."""
@@ -432,9 +442,16 @@ class Learner:
             )
 
     def _leave_out(self, *_: Any) -> None:
-        """Keep layers from a step on samples that a lost replica trained them on."""
+        """Keep layers from a step on samples that a lost replica trained them on.
+
+        Raises:
+            ConfigurationError: The step is on samples that no server has handed out.
+        """
         if not self._in_loop:
-            return
+            raise ConfigurationError(
+                "optimizer.step() outside of a loop over an AdaptiveDataLoader: with "
+                "synchronization=PushPull(…) replicas train on the samples that servers hand out"
+            )
         for key in self._leases.current.skip:
             for _name, parameter in self._layers.get(key, ()):
                 parameter.grad = None

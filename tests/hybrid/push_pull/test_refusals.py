@@ -36,14 +36,18 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
             model, optimizer, synchronization=synchronization, **options
         )
         data: Any = Stream() if kind == "stream" else TensorDataset(torch.randn(8, 2))
-        loader = pipollux.AdaptiveDataLoader(data, batch_size=2)
-        for _ in pipollux.remaining_epochs_until(1):
+        loader: Any = pipollux.AdaptiveDataLoader(data, batch_size=2)
+        if kind == "plain loader":
+            loader = torch.utils.data.DataLoader(data, batch_size=2)
+        for _ in pipollux.remaining_epochs_until(2):
             for batch in loader:
                 if kind == "no backward":
                     continue
                 inputs = batch if kind == "stream" else batch[0]
                 wrapped(inputs).sum().backward()
                 optimizer.step()
+                if kind == "break":
+                    break
     except pipollux.PipolluxError as error:
         return str(error)
     return "nothing was refused"
@@ -58,6 +62,8 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         ("", {"check_replicas": True}, "check_replicas compares replicas after steps"),
         ("frozen", {}, "no parameter of this stage is trained: nothing to push"),
         ("stream", {}, "positions of a map-style data set"),
+        ("plain loader", {}, "optimizer.step() outside of a loop over an AdaptiveDataLoader"),
+        ("break", {}, "the training loop before was left by break"),
         ("no backward", {}, "an iteration over training samples had no backward"),
     ],
 )
