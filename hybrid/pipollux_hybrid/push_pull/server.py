@@ -27,7 +27,7 @@ from pipollux_hybrid.errors import PeerLostError
 from .kept_state import KeptState
 from .key_range import FENCED, RejectedError
 from .shard import Shard, layers_to_pull
-from .transport import Connection, Listener, Message, ServerError, start_authenticator
+from .transport import Connection, Listener, Message, ServerError, end, start_authenticator
 
 LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
@@ -114,8 +114,8 @@ class Server:
             for other in self._others.values():
                 await other.close()
             authenticator.stop()
-            context.destroy(0)
             self._save()
+            end(context)
 
     async def _live(self) -> None:
         """Recover this server's state, then watch the replicas and save."""

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,8 @@ REFUSALS = 5
 RETRY = 0.1, 2.0
 """First and largest number of seconds between two attempts to connect."""
 DOMAIN = "pipollux"
+ENDING = 2.0
+"""Seconds that the end of a context may take."""
 HEADER_BYTES = 1 << 26
 """Largest header."""
 
@@ -337,6 +340,15 @@ def start_authenticator(context: zmq.asyncio.Context, token: str) -> Any:
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, credentials_provider=Provider())
     return authenticator
+
+
+def end(context: zmq.asyncio.Context) -> None:
+    """Close a context whose sockets are closed. ZeroMQ may wait for a handshake that nobody answers
+    any more, in a thread that ends with the process.
+    """
+    thread = threading.Thread(target=context.destroy, args=(0,), name="pipollux zmq", daemon=True)
+    thread.start()
+    thread.join(ENDING)
 
 
 def flattened(tensors: Mapping[int, Sequence[Tensor]]) -> tuple[dict[str, int], list[Tensor]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipollux_hybrid.errors import PeerLostError
 
-from .transport import Connection, Message, ServerError, flattened, unflattened
+from .transport import Connection, Message, ServerError, end, flattened, unflattened
 
 T = TypeVar("T")
 BEAT = 3.0
@@ -259,7 +259,7 @@ class KVWorker:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            self._context.destroy(0)
+            end(self._context)
 
         began = time.monotonic()
         with suppress(TimeoutError, concurrent.futures.TimeoutError):
