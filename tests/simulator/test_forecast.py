@@ -59,7 +59,7 @@ def forecasts(
     **fields: Any,
 ) -> dict[str, JobForecast]:
     state = ForecastState(NOW, nodes, tuple(jobs), **fields)
-    made = lambda: make_policy(policy, seed=0)  # noqa: E731
+    made = lambda: make_policy(policy, seed=0)  # noqa: E731  # one line
     return forecast(state, made, seed=3, effort=effort, error=error)
 
 
@@ -150,7 +150,7 @@ def test_past_errors_move_and_widen_forecasts() -> None:
     raw = Estimate(NOW + 1000, NOW + 1000, NOW + 1000)
     actual = NOW + 1000 * np.exp(rng.normal(-0.6, 0.5, 4000))
     past = tuple(PastError("", score(raw, NOW, moment) or 0.0) for moment in actual)
-    policy = lambda: make_policy("fifo", seed=0)  # noqa: E731
+    policy = lambda: make_policy("fifo", seed=0)  # noqa: E731  # one line
     found = forecast(replace(state, errors=past), policy)["a"]
     assert found.uncorrected_end == exactly(NOW + 1000)
     expected = np.quantile(actual, [0.1, 0.5, 0.9])
@@ -238,7 +238,7 @@ def test_nobody_knows_when_a_job_of_unknown_length_ends() -> None:
 
 def test_a_job_about_which_nothing_is_known_resembles_the_recent_ones() -> None:
     new = replace(waiting("new", NOW), is_measured=False)
-    halves = lambda nodes, replicas: np.asarray(replicas) / 2  # noqa: ARG005, E731
+    halves = lambda nodes, replicas: np.asarray(replicas) / 2  # noqa: ARG005, E731  # of speedups
     kind = JobKind(replace(info(), speedup_fn=halves), (200.0,))
     # It trains at half the speed that is assumed for unmeasured jobs.
     assert forecasts(new, kinds=(kind,))["new"].end == exactly(NOW + RESTART + 400)

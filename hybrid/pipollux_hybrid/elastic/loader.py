@@ -164,7 +164,8 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
         TypeError for iterable data sets without length.
         """
         num_samples = len(cast("Sized", self.dataset))
-        return num_parts(num_samples, self._shape())
+        # Replicas that push and pull have other numbers of steps; those that start together share.
+        return -(-num_parts(num_samples, self._shape()) // self._context.env.expected_replicas)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # base: a private type
         """Iterate over this replica's atomic batches, from the position of the last attempt."""

@@ -257,7 +257,12 @@ class ElasticLoop(Generic[T]):
                 "over one"
             )
         place = (self._epochs.epoch, self._epochs.loops_done)
-        if learner.open(place, self._epoch_size, self._shape().batch_size):
+        if self._limits is not None and self._limits.max_batch_size > self._init_batch_size:
+            raise ConfigurationError(
+                "autoscale_batch_size with synchronization=PushPull(…): a replica keeps its batch "
+                f"size; set max_batch_size={self._init_batch_size}, or leave one of the two out"
+            )
+        if learner.open(place, self._epoch_size, self._shape().batch_size, self._description()):
             self._epochs.loops_done += 1
             return True
         self._learner = learner

@@ -211,9 +211,11 @@ def destroy_process_group() -> None:
 def num_replicas() -> int:
     """Return the number R of pipeline replicas of this job; it changes with elastic resizes.
 
-    A replica that has not joined yet counts only itself.
+    A replica that has not joined yet counts only itself. Replicas that push and pull count those
+    that torchrun starts together.
     """
-    return contexts.context().env.num_replicas
+    env = contexts.context().env
+    return env.num_replicas if env.servers is None else env.expected_replicas
 
 
 def device_mesh() -> DeviceMesh:
@@ -243,12 +245,15 @@ def process_rank() -> int:
     In a multi-process pipeline these are R·K ranks, replica r's from r·K on; in a single-process
     pipeline this is :func:`replica_rank`. Rank 0 should print.
     """
-    return contexts.context().env.world_rank
+    env = contexts.context().env
+    return replica_rank() * env.processes_per_replica + env.stage
 
 
 def replica_rank() -> int:
     """Return the index r of this pipeline replica, from 0 to R - 1; it may change with R.
 
-    A replica that has not joined yet has the next free index.
+    A replica that has not joined yet has the next free index. Replicas that push and pull keep
+    ``PIPOLLUX_REPLICA``.
     """
-    return contexts.context().env.rank
+    env = contexts.context().env
+    return env.rank if env.servers is None else env.replica

@@ -93,6 +93,8 @@ class Learner:
         """Whether there was a backward in the iteration under way."""
         self._leases = Leases(self._positions)
         self._layers: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._still: list[tuple[str, nn.Parameter]] = []
+        """Parameters that were frozen when this replica joined."""
         self._fragments: list[Fragment] = []
         self._base: dict[str, Tensor] = {}
         """Θ, by parameter name."""
@@ -107,7 +109,8 @@ class Learner:
         self._next = self._progress = 0
         """The fragment whose turn is next, which comes when P times the steps since are H."""
         self._place: Place = (0, 0)
-        self._num_samples = self._batch = 0
+        self._loop: tuple[int, int, str] = (0, 0, "")
+        """Arguments of :meth:`open`."""
         self._step_time = self._sync_time = 0.0
         self._since: float | None = None
         self._in_loop = False
@@ -130,6 +133,7 @@ class Learner:
             for key, several in here.items()
             if (kept := [x for x in several if x[1].requires_grad])
         }
+        self._still = [x for several in here.values() for x in several if not x[1].requires_grad]
         check_layers(self._layers)
         if not self._layers:
             raise ConfigurationError("no parameter of this stage is trained: nothing to push")
@@ -195,11 +199,13 @@ class Learner:
         """Yield this replica's parts of iterations (see :meth:`Leases.parts`)."""
         return self._leases.parts(order, shape, cut)
 
-    def open(self, place: Place, num_samples: int, batch: int) -> bool:
-        """Begin a loop, with the samples of a step; return whether it is over already.
+    def open(self, place: Place, num_samples: int, batch: int, data: str) -> bool:
+        """Begin a loop, with the samples of a step and a description of the data that is equal on
+        all replicas; return whether it is over already.
 
         Raises:
-            ConfigurationError: The loop before was left by ``break``.
+            ConfigurationError: The loop before was left by ``break``, or the parameters are not
+                those of the servers.
         """
         if self._in_loop and place != self._place:
             raise ConfigurationError(
@@ -207,9 +213,11 @@ class Learner:
                 "loop takes all samples, over all replicas; for fewer of them give the loader a "
                 "torch.utils.data.Subset"
             )
-        self._place, self._num_samples, self._batch = place, num_samples, batch
+        self._check_unchanged()
+        self._place, self._loop = place, (num_samples, batch, data)
         header = {"op": "open", "member": self._member, "stage": self._context.env.stage}
         header |= {"place": place, "num_samples": num_samples, "batch": batch}
+        header["data"] = data
         reply = self._worker.ask(header).wait()
         reached = reply.header["place"]
         self._in_loop = (int(reached[0]), int(reached[1])) == place
@@ -435,11 +443,24 @@ class Learner:
         self._completions.clear()
         self._feedback = ErrorFeedback() if self._feedback is not None else None
         self._join()
-        if self.open(self._place, self._num_samples, self._batch):
+        if self.open(self._place, *self._loop):
             raise PeerLostError(
                 f"replica {env.replica} was lost for so long that the others have ended its epoch: "
                 "start it again, and it continues with theirs"
             )
+
+    def _check_unchanged(self) -> None:
+        """Refuse parameters that were changed between loops, as by ``load_state_dict``: their
+        change would go to the outer optimizer.
+        """
+        for several in self._layers.values():
+            for name, parameter in several:
+                if not torch.equal(_master(parameter), self._base[name]):
+                    raise ConfigurationError(
+                        f"parameter {name} was changed outside of a training loop, and servers "
+                        "hold its value: load a model's state before HybridParallel(…), and start "
+                        "the servers with an empty --directory"
+                    )
 
     def _leave_out(self, *_: Any) -> None:
         """Keep layers from a step on samples that a lost replica trained them on.
@@ -452,6 +473,12 @@ class Learner:
                 "optimizer.step() outside of a loop over an AdaptiveDataLoader: with "
                 "synchronization=PushPull(…) replicas train on the samples that servers hand out"
             )
+        for name, parameter in self._still:
+            if parameter.requires_grad:
+                raise ConfigurationError(
+                    f"parameter {name} was frozen when HybridParallel(…) was made, so servers do "
+                    "not hold it: unfreeze it before that"
+                )
         for key in self._leases.current.skip:
             for _name, parameter in self._layers.get(key, ()):
                 parameter.grad = None

@@ -96,6 +96,8 @@ class Ledger:
         self.begun = False
         """Whether the members have reached the loop at ``place``."""
         self.num_samples = 0
+        self.data = ""
+        """Description of the loop's data."""
         self.done: dict[int, IntervalSet] = {}
         self.free: list[Lease] = []
 
@@ -107,9 +109,12 @@ class Ledger:
         self.num_layers = num_layers
         return number
 
-    def open(self, number: int, stage: int, place: Place, num_samples: int, batch: int) -> Place:
-        """Note that a process of a member has reached a loop, with the samples of its first steps;
-        return the place of the job, which is later if the loop is over.
+    def open(
+        self, number: int, stage: int, place: Place, num_samples: int, batch: int, data: str
+    ) -> Place:
+        """Note that a process of a member has reached a loop, with the samples of its first steps
+        and a description of the data; return the place of the job, which is later if the loop is
+        over.
 
         Raises:
             RejectedError: The member is fenced.
@@ -118,16 +123,17 @@ class Ledger:
         member = self._member(number)
         if self.place is None or (place > self.place and self.is_over()):
             self.place, self.begun, self.num_samples = place, False, num_samples
+            self.data = data
         if place > self.place:
             raise ValueError(
                 f"replica {member.replica} begins loop {place[1]} of epoch {place[0]}, and loop "
                 f"{self.place[1]} of epoch {self.place[0]} is not over on the servers: they were "
                 "restored from an earlier state; restart the replicas, which then continue there"
             )
-        if place == self.place and num_samples != self.num_samples:
+        if place == self.place and data != self.data:
             raise ValueError(
-                f"replica {member.replica} has {num_samples} samples, and others "
-                f"{self.num_samples}: all replicas need the same data"
+                f"replica {member.replica} trains on {data}, and others on {self.data}: all "
+                "replicas need the same data in the same order"
             )
         member.batch = batch
         if member.place != place:
@@ -338,6 +344,7 @@ class Ledger:
         return {
             **{name: getattr(self, name) for name in own},
             "num_samples": self.num_samples,
+            "data": self.data,
             "place": self.place,
             "members": members,
             "done": done,
@@ -348,7 +355,7 @@ class Ledger:
     def of(cls, content: Mapping[str, Any]) -> Ledger:
         """Return the ledger of a :meth:`content`, also after a passage through JSON."""
         ledger = cls(content["sync_every"], lockstep=content["lockstep"], adapts=content["adapts"])
-        for name in ("num_layers", "next_member", "begun", "num_samples"):
+        for name in ("num_layers", "next_member", "begun", "num_samples", "data"):
             setattr(ledger, name, content[name])
         ledger.place = _place(content["place"])
         ledger.done = {int(layer): IntervalSet(spans) for layer, spans in content["done"].items()}

@@ -98,7 +98,7 @@ class Shard:
 
     def _op_open(self, message: Message) -> Message:
         header = message.header
-        given = header["num_samples"], header["batch"]
+        given = header["num_samples"], header["batch"], header["data"]
         place = _place(header["place"])
         reached = self.book.open(header["member"], header["stage"], place, *given)
         return Message({"place": reached})

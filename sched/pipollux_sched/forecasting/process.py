@@ -53,7 +53,7 @@ class ForecastProcess:
         request = {"store": str(self._store), "jobs": jobs}
         try:
             assert process.stdin is not None  # noqa: S101  # both are pipes
-            assert process.stdout is not None  # noqa: S101
+            assert process.stdout is not None  # noqa: S101  # it has a pipe
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()

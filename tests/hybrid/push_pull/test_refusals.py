@@ -28,6 +28,8 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         if kind == "frozen":
             model.requires_grad_(False)
+        if kind == "thawed":
+            model[0].requires_grad_(False)
         synchronization: Any = pipollux.PushPull(sync_every=2)
         if kind in ("none", "wrong"):
             synchronization = None if kind == "none" else "push"
@@ -37,6 +39,12 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         )
         data: Any = Stream() if kind == "stream" else TensorDataset(torch.randn(8, 2))
         loader: Any = pipollux.AdaptiveDataLoader(data, batch_size=2)
+        if kind == "loaded":
+            wrapped.load_state_dict({n: x + 1.0 for n, x in wrapped.state_dict().items()})
+        if kind == "autoscaled":
+            loader.autoscale_batch_size(4)
+        if kind == "thawed":
+            model[0].requires_grad_(True)
         if kind == "plain loader":
             loader = torch.utils.data.DataLoader(data, batch_size=2)
         for _ in pipollux.remaining_epochs_until(2):
@@ -62,6 +70,9 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         ("", {"check_replicas": True}, "check_replicas compares replicas after steps"),
         ("frozen", {}, "no parameter of this stage is trained: nothing to push"),
         ("stream", {}, "positions of a map-style data set"),
+        ("loaded", {}, "was changed outside of a training loop, and servers hold its value"),
+        ("autoscaled", {}, "a replica keeps its batch size; set max_batch_size=2"),
+        ("thawed", {}, "was frozen when HybridParallel(…) was made"),
         ("plain loader", {}, "optimizer.step() outside of a loop over an AdaptiveDataLoader"),
         ("break", {}, "the training loop before was left by break"),
         ("no backward", {}, "an iteration over training samples had no backward"),
@@ -102,6 +113,30 @@ def test_replicas_with_other_options_or_models() -> None:
         assert "another number of layers" in other
         (other,) = run_replicas(differing, 1, "frozen", environment=running.environment())
         assert "the frozen parameters differ" in other
+
+
+def test_replicas_with_other_data() -> None:
+    with servers(1) as running:
+        found = run_replicas(shuffled, 2, environment=running.environment())
+    assert any("all replicas need the same data in the same order" in message for message in found)
+
+
+def shuffled() -> str:
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipollux.HybridParallel(model, optimizer, synchronization=pipollux.PushPull(sync_every=2))
+    assert pipollux.num_replicas() == 2
+    data = TensorDataset(torch.zeros(8, 2))
+    seed = pipollux.replica_rank()
+    loader = pipollux.AdaptiveDataLoader(data, batch_size=2, shuffle=True, seed=seed)
+    assert len(loader) == 2
+    try:
+        for _ in loader:
+            break
+    except pipollux.PipolluxError as error:
+        return str(error)
+    return ""
 
 
 def differing(what: str) -> str:

@@ -45,7 +45,7 @@ def train(folder: Path, stages: int, processes: int, stop: int) -> tuple[list[in
             optimizer.zero_grad()
             wrapped.train_step(inputs, inputs, nn.functional.mse_loss)
             optimizer.step()
-            if pipollux.process_rank() == 0:  # of this replica
+            if pipollux.process_rank() % processes == 0:
                 with log.open("a") as file:
                     file.writelines(f"{epoch} {index}\n" for index in indices.tolist())
             steps += 1

@@ -249,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number = self.ledger.join(len(self.turns), 1, self.layers)
         self.turns[number] = 0
         self.unpushed[number] = [[] for _ in range(self.layers)]
-        self.ledger.open(number, 0, (0, 0), self.samples, batch)
+        self.ledger.open(number, 0, (0, 0), self.samples, batch, "data")
         if self.ledger.may_begin(1):
             self.ledger.begin({n: list(x) for n, x in enumerate(self.credited)})
 
@@ -344,7 +344,7 @@ def test_stripes_do_not_depend_on_who_asks_first() -> None:
         for replica in (0, 1):
             ledger.join(replica, 1, 1)
         for number in (1, 2):
-            ledger.open(number, 0, (0, 0), 20, 3)
+            ledger.open(number, 0, (0, 0), 20, 3, "data")
         ledger.begin({0: []})
         spans: dict[int, list[Any]] = {1: [], 2: []}
         for turn in (1, 2, 3):

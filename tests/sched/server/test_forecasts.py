@@ -85,7 +85,7 @@ def test_every_answer_about_a_job_has_its_forecast(service: Service) -> None:
     shown = {"made_at": now, "end": end}
     waits = {**shown, "start": estimate(now, now + 1, now + 2)}
     runs = {**shown, "start": None}  # it has started since
-    get = lambda path: service.admin.get(path).json()  # noqa: E731
+    get = lambda path: service.admin.get(path).json()  # noqa: E731  # short
     for listed in (get("/jobs"), get("/overview")["jobs"]):
         found = {job["name"]: job["forecast"] for job in listed}
         assert found == {"runs": runs, "waits": waits, "done": None}
