@@ -40,6 +40,7 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
     num_stages = plain.num_stages
     alpha = draw(st.one_of(st.just(()), _parts(2 * num_stages)))
     schedule = draw(st.sampled_from(SCHEDULES))
+    sync_every = draw(st.sampled_from((0, 0, 0, 1, 7, 100)))
     return plain._replace(
         forward_alpha_shares=alpha[:num_stages],
         backward_alpha_shares=alpha[num_stages:],
@@ -57,6 +58,8 @@ def pipelines(draw: st.DrawFn, max_stages: int = 4) -> PerfParams:
         schedule=schedule,
         chunks_per_stage=draw(st.integers(1, 3)) if schedule == "interleaved" else 1,
         tied_exchange=draw(st.one_of(st.just(0.0), st.floats(0.0, 0.5))),
+        sync_every=sync_every,
+        sync_overlap=draw(st.integers(0, max(sync_every - 1, 0))),
     )
 
 

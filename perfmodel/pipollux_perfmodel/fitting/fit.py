@@ -94,6 +94,8 @@ def fit_perf_params(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
+    sync_every: int = 0,
+    sync_overlap: int = 0,
 ) -> PerfParams:
     """Fit step time parameters to measurements; safe to call from several threads.
 
@@ -115,6 +117,9 @@ def fit_perf_params(
         checkpoint: the recomputed micro-batches, for all stages or per stage.
         schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
         chunks_per_stage: V of "interleaved".
+        sync_every: H of replicas that push and pull. Their `optim_step_time` is that of a step with
+        a whole push and pull after it, whatever H is.
+        sync_overlap: τ of such replicas.
 
     Raises:
         ValueError: an argument is empty, of the wrong length, or out of range.
@@ -125,6 +130,7 @@ def fit_perf_params(
         (0.1, 0.01)
     """
     shape = _shape(forward_shares, backward_shares, checkpoint, schedule, chunks_per_stage)
+    shape = check_params(shape._replace(sync_every=sync_every, sync_overlap=sync_overlap))
     several = shape.num_stages > 1
     profile = make_profile(
         num_nodes,

@@ -12,7 +12,7 @@ replica only is still tried on two. Data needed for each parameter, and its valu
     two_node_penalty  two nodes with R > 2, and more than two      0
     alpha_r           several replicas on one node                 1e-8
     beta_r            the same, more than two replicas             1e-8
-    gamma             two configurations of R > 1                  1
+    gamma             two configurations of R > 1, all-reduces     1
     overlap           several stages, and compute times or two M   1
     contention        two numbers of replicas a node               0
     overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
@@ -86,7 +86,7 @@ def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
         "beta_n": bool((across & beyond_two).any()),
         "alpha_r": bool(inside.any()),
         "beta_r": bool((inside & beyond_two).any()),
-        "gamma": _count_distinct(profile, many) > 1,
+        "gamma": shape.sync_every == 0 and _count_distinct(profile, many) > 1,
         "overlap": _determines_overlap(profile, shape),
         "gamma_c": num_sizes > 3,
         "overhead": _determines_overhead(profile),

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from pipollux_perfmodel.errors import InputError
 from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
 from pipollux_perfmodel.timing.params import (
+    AUTO,
     CHECKPOINTS,
     Checkpoints,
     GradParams,
@@ -44,6 +45,9 @@ MAX_LAYERS = 2048
 """Most layers of a profile in hints; more would send megabytes every few seconds."""
 MAX_CHUNKS = 8
 """Most chunks per stage: the order of their work is simulated."""
+
+MAX_STEPS = 2**31
+"""Most steps between two pushes."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -106,6 +110,8 @@ class PerfParamsObject(BaseModel):
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
     tied_exchange: _Seconds = 0.0
+    sync_every: Annotated[int, Field(ge=AUTO, le=MAX_STEPS)] = 0
+    sync_overlap: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

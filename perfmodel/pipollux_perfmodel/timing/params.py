@@ -31,6 +31,12 @@ CUT_SCHEDULES: tuple[ScheduleKind, ...] = ("gpipe", "1f1b")
 """Schedules whose stages are contiguous layers, for which cuts are searched and predicted."""
 
 
+AUTO = -1
+"""Value of `PerfParams.sync_every`: H follows from the step time parameters."""
+SYNC_SHARE = 0.05
+"""Share of the time that pushes and pulls may take if H is `AUTO`."""
+
+
 class PerfParams(NamedTuple):
     """Step time parameters of a job.
 
@@ -104,6 +110,11 @@ class PerfParams(NamedTuple):
     tied_exchange: float = 0.0
     """T_tie: seconds in which stages add up the gradients of shared parameters, once per optimizer
     step, after everything else. 0 without shared parameters, or in a single-process pipeline."""
+    sync_every: int = 0
+    """H: replicas push to servers and pull from them every H steps, in T_net seconds. `AUTO`: the
+    smallest H for which this takes at most `SYNC_SHARE` of the time. 0: an all-reduce per step."""
+    sync_overlap: int = 0
+    """τ: steps that hide a part of T_net of a push and pull; below H."""
 
     @property
     def num_stages(self) -> int:
@@ -156,6 +167,8 @@ def check_params(params: PerfParams) -> PerfParams:
     _check_range("overhead", params.overhead, 0.0, math.inf)
     _check_range("tied_exchange", params.tied_exchange, 0.0, math.inf)
     _check_range("growth_n", params.growth_n, -math.inf, math.inf)
+    _check_range("sync_every", params.sync_every, AUTO, math.inf)
+    _check_range("sync_overlap", params.sync_overlap, 0, math.inf)
     return params
 
 

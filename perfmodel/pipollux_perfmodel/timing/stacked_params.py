@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from .gpipe import Numbers
 from .params import PerfParams
-from .step_time import ZERO_POWER, is_simple
+from .step_time import ZERO_POWER, is_simple, pushes
 
 _NUMBERS = (
     *("alpha_c", "beta_c", "alpha_n", "beta_n", "alpha_r", "beta_r", "gamma", "overlap"),
     *("gamma_c", "contention", "growth_n", "two_node_penalty", "overhead"),
-    "tied_exchange",
+    *("tied_exchange", "sync_every", "sync_overlap"),
 )
 _OF_STAGES = (
     *("forward_shares", "backward_shares", "forward_alpha_shares", "backward_alpha_shares"),
@@ -57,7 +57,14 @@ def stack_key(params: PerfParams) -> Hashable | None:
     if params.schedule != "gpipe":
         return None
     lengths = tuple(len(getattr(params, name)) for name in _OF_STAGES)
-    return powers, lengths, params.checkpoint, params.transfers_overlap, params.shared_link
+    return (
+        powers,
+        pushes(params),
+        lengths,
+        params.checkpoint,
+        params.transfers_overlap,
+        params.shared_link,
+    )
 
 
 def stack_params(all_params: Sequence[PerfParams], num_columns: Sequence[int]) -> PerfParams:

@@ -28,6 +28,12 @@ second of compute hides two of the network, and less work never lengthens an ite
 gradient shares, as in AdaptDL, E is T_net and H is 0. Nothing hides T_tie, which follows the
 averages and is 0 unless stages of several processes share parameters.
 
+Replicas that push to servers and pull from them every h steps (`sync_every`) train on their own in
+between, with τ steps (`sync_overlap`) during which a push and pull is under way:
+
+    T_iter    = (s + 1)·T_pipe + T_tie + max(T_net - τ·(s + 1)·T_pipe, 0)/h
+    h         = ⌈max(T_net - τ·(s + 1)·T_pipe, 0) / (0.05·(s + 1)·T_pipe)⌉, at least 1, if `AUTO`
+
 Without alpha shares, copies or `except_last` every schedule is one number, F(M) = fin_0 / C(b):
 
     F(M)      = (1 - ω)·M + ω·(1 + (M - 1)·(max φ + max ψ))                      by GPipe
@@ -48,12 +54,13 @@ from .gpipe import (
     network_end,
     serial_final_times,
 )
-from .params import PerfParams, stage_modes
+from .params import AUTO, SYNC_SHARE, PerfParams, stage_modes
 
 EPSILON = 1e-8
 ZERO_POWER = 1e-6
 """Below this, (x^p - 1)/p is log(x) to within rounding."""
 _LEAST = 1e-300  # so that the norm of two zeros is about zero
+_ROUNDING = 1e-12
 _NOTHING = 1e-16  # seconds; a γ-norm with zero has no derivative
 
 
@@ -154,6 +161,8 @@ def step_time(
         final = _all_final_times(params, micro_bsz, num_microbatches, slow)
         accum = final[0]
         optim = _overlapped_optim_time(params, final, network)
+    if pushes(params):
+        optim = accum + _exposed(params, network, (accum_steps + 1) * accum)
     optim = optim + params.tied_exchange
     return StepTime(accum, network, optim, accum_steps * accum + optim)
 
@@ -164,8 +173,33 @@ def is_uniform(params: PerfParams) -> bool:
 
 
 def is_simple(params: PerfParams) -> bool:
-    """Return whether T_pipe is a multiple of C(b), and all of T_net follows it."""
-    return is_uniform(params) and (not params.gradient_shares or params.num_stages == 1)
+    """Return whether T_pipe is a multiple of C(b), and all of T_net follows it in every step."""
+    follows = not params.gradient_shares or params.num_stages == 1
+    return is_uniform(params) and follows and not pushes(params)
+
+
+def pushes(params: PerfParams) -> bool:
+    """Return whether replicas push and pull, rather than average gradients in every step."""
+    return bool(np.any(np.not_equal(params.sync_every, 0)))
+
+
+def sync_interval(params: PerfParams, network: Numbers, compute: Numbers) -> Numbers:
+    """Return h, the steps between two pushes, for T_net and the compute time of a step.
+
+    >>> from pipollux_perfmodel import PerfParams
+    >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.0, sync_every=AUTO)
+    >>> int(sync_interval(params, 2.0, 0.5)), int(sync_interval(params, 0.01, 0.5))
+    (80, 1)
+    """
+    left = np.maximum(network - params.sync_overlap * compute, 0.0)
+    affordable = np.maximum(np.ceil(left / (SYNC_SHARE * compute) * (1 - _ROUNDING)), 1.0)
+    return np.where(np.equal(params.sync_every, AUTO), affordable, params.sync_every)
+
+
+def _exposed(params: PerfParams, network: Numbers, compute: Numbers) -> Numbers:
+    """Return the part of a push and pull that delays a step, for the compute time of a step."""
+    left = np.maximum(network - params.sync_overlap * compute, 0.0)
+    return left / sync_interval(params, network, compute)
 
 
 def _line(offset: Numbers, slope: Numbers, power: Numbers) -> Numbers:
