@@ -2,6 +2,7 @@
 
 * :mod:`.agent`: torchrun's agent of one replica, with :mod:`.rendezvous` and
   :mod:`.address_exchange`.
+* :mod:`.servers`: the server for push and pull beside a replica.
 * :mod:`.script_main`: runs the script in a child process of the agent.
 * :mod:`.supervisor`: the parent of an agent on this machine or in a Slurm step, which survives the
   scheduler.

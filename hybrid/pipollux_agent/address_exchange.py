@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeVar
 
 from pipollux_protocol import environment as variables
@@ -67,14 +67,10 @@ def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, in
     Exits with an error if the attempt is over, the token is wrong, or `timeout` seconds have
     passed.
     """
-    attempt = variables.ATTEMPT.read(os.environ) or 0
-    shown = f"[{address}]" if ":" in address else address
-    here = ReplicaRegistration(attempt=attempt, replica=replica, address=f"{shown}:{port}")
     deadline = time.monotonic() + timeout
-    _ask("POST", "", deadline, bytes, here.model_dump_json().encode())
-    read, query = ReplicaAddresses.model_validate_json, f"?attempt={attempt}&wait={WAIT:g}"
+    register(replica, address, port, timeout)
     while True:
-        found = _ask("GET", query, deadline, read)
+        found = _registered(deadline)
         if found.complete:
             place = next(other.address for other in found.replicas if other.replica == 0)
             host, _, port_text = place.rpartition(":")
@@ -82,6 +78,33 @@ def meet(replica: int, address: str, port: int, timeout: float) -> tuple[str, in
         if time.monotonic() >= deadline:
             there = len(found.replicas)
             _give_up(f"only {there} of {found.num_replicas} replicas were there in {timeout:g} s")
+
+
+def register(replica: int, address: str, port: int, timeout: float) -> None:
+    """Register a replica's address with the scheduler; exits like `meet`."""
+    attempt = variables.ATTEMPT.read(os.environ) or 0
+    shown = f"[{address}]" if ":" in address else address
+    here = ReplicaRegistration(attempt=attempt, replica=replica, address=f"{shown}:{port}")
+    _ask("POST", "", time.monotonic() + timeout, bytes, here.model_dump_json().encode())
+
+
+def addresses_of(replicas: Iterable[int], timeout: float) -> list[str]:
+    """Wait until these replicas are registered; return host and port of each. Exits like `meet`."""
+    deadline, wanted = time.monotonic() + timeout, list(replicas)
+    while True:
+        places = {other.replica: other.address for other in _registered(deadline).replicas}
+        missing = [replica for replica in wanted if replica not in places]
+        if not missing:
+            return [places[replica] for replica in wanted]
+        if time.monotonic() >= deadline:
+            _give_up(f"replica {missing[0]}, beside a server, was not there in {timeout:g} s")
+
+
+def _registered(deadline: float) -> ReplicaAddresses:
+    """Return the registered replicas, after a while unless all are."""
+    attempt = variables.ATTEMPT.read(os.environ) or 0
+    query = f"?attempt={attempt}&wait={WAIT:g}"
+    return _ask("GET", query, deadline, ReplicaAddresses.model_validate_json)
 
 
 def _ask(

@@ -55,7 +55,7 @@ def main() -> int:
         # torch's agent copies the error file of the script's process to this path.
         error_file = folder / "error.json"
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-        status = _run()
+        status = _run_beside_servers()
         result = result_of(error_file, os.environ)
         left = _left_behind(process) if status == 0 else []
         if left:
@@ -115,6 +115,23 @@ def _runs(pid: int, words: set[bytes], variables: set[bytes]) -> bool:
         return variables <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:  # it has ended, or belongs to another user
         return False
+
+
+def _run_beside_servers() -> int:
+    """Run the script, and the server beside this replica as long as replicas use it."""
+    if not variables.NUM_SERVERS.read(os.environ):
+        return _run()
+    package = _package()
+    exchange = import_module(f"{package}.address_exchange")
+    host = import_module(f"{package}.servers").ServerHost(exchange)
+    status = 1
+    try:
+        host.start()
+        status = _run()
+    finally:
+        signal.signal(signal.SIGTERM, lambda *_: host.hurry())
+        host.end(at_once=status not in (0, STOPPED))
+    return status
 
 
 def _run() -> int:
@@ -191,6 +208,8 @@ def result_of(error_file: Path, environment: Mapping[str, str]) -> AgentResult:
             fields = {"message": found["message"]["message"], "types": tuple(found["types"])}
             error = ResultError(**fields, loaded=found["loaded"])
     checkpoints = variables.CHECKPOINT_DIR.read(environment) or Path("/nowhere")
+    if environment.get(variables.SERVERS.name):  # each replica has its own
+        checkpoints /= f"replica-{variables.REPLICA.read(environment) or 0}"
     attempt = environment.get(variables.ATTEMPT.name)
     step = None
     with suppress(OSError, ValueError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
-SetBy = Literal["scheduler", "user", "scheduler or user", "agent", "torchrun"]
+SetBy = Literal["scheduler", "user", "scheduler or user", "agent", "agent or user", "torchrun"]
 
 
 class Kind(Protocol[T]):
@@ -349,10 +349,25 @@ RENDEZVOUS = Variable(
     "rendezvous folder for elastic resizes without a scheduler, on storage that all nodes share",
     "no elastic resizes",
 )
+NODE = Variable("PIPOLLUX_NODE", Text(), "scheduler", "node of this replica", "the host's name")
+NUM_SERVERS = Variable(
+    "PIPOLLUX_NUM_SERVERS",
+    Whole(0),
+    "scheduler",
+    "servers for training by push and pull, which agents run beside replicas 0, 1, …",
+    "0",
+)
+EXPECTED_REPLICAS = Variable(
+    "PIPOLLUX_EXPECTED_REPLICAS",
+    Whole(1),
+    "scheduler",
+    "replicas that start together and push and pull",
+    "torchrun's replicas",
+)
 SERVERS = Variable(
     "PIPOLLUX_SERVERS",
     Addresses(),
-    "user",
+    "agent or user",
     "addresses of the servers for training by push and pull, separated by commas",
     "replicas average gradients in every step",
 )

@@ -93,6 +93,10 @@ class ElasticStatus(_Request):
         str | None,
         Field(max_length=1000, title="why the job cannot be resized; sent by replica 0"),
     ] = None
+    fixed: Annotated[
+        Count,
+        Field(title="replicas, from id 0 on, without which the others end; sent by replica 0"),
+    ] = 0
     step: Annotated[
         Count | None, Field(title="optimizer step at which the replica entered the membership")
     ] = None

@@ -212,6 +212,8 @@ class ElasticLoop(Generic[T]):
                         if part.is_last:
                             return
                         void = learner is not None and learner.step_done()
+                        if learner is not None:
+                            metrics.note_exchange(learner.exchanged)
                         agreed = self._boundary.settle()
                         if void:
                             self._begin()

@@ -147,11 +147,6 @@ def _meet(settings: Mapping[str, str | None], timeout: float, env: JobEnvironmen
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
     """Return the rendezvous of an elastic job; None: the job is not elastic."""
     if env.servers is not None:
-        if env.attempt:
-            raise ConfigurationError(
-                "PIPOLLUX_SERVERS is set, and a scheduler runs this job: replicas that push and "
-                "pull are started by hand; remove the variable"
-            )
         return None  # replicas join and leave at the servers
     if env.rendezvous is None:
         can = backend == "gloo" or (env.elastic_nccl and not dist.is_initialized())

@@ -34,6 +34,21 @@ PEER_TIMEOUT = 1800.0
 """Seconds to wait for a slow peer (torch's default for gloo), which may evaluate for minutes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AtServers:
+    """The job of a replica that meets the others at servers, as it was when they last answered."""
+
+    replicas: tuple[int, ...] = (0,)
+    """Ids of all replicas, in increasing order."""
+    num_nodes: int = 1
+    sync_time: float = 0.0
+    """Seconds of a push and pull of all parameters; 0: not measured."""
+    sync_every: int = 0
+    """H, or `pipollux_perfmodel.timing.params.AUTO`."""
+    sync_overlap: int = 0
+    """τ."""
+
+
 @dataclass
 class JobContext:
     """State shared by the parts of this package in one process."""
@@ -45,6 +60,8 @@ class JobContext:
     """The process groups of a multi-process pipeline."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
+    at_servers: AtServers | None = None
+    """Set if this replica pushes and pulls."""
     step: int | None = None
     """Optimizer steps of the whole training, counted by the metrics; None before they exist."""
     joins: Announcement | None = None
@@ -74,6 +91,16 @@ class JobContext:
             self._components[kind] = kind(self)
         found: T = self._components[kind]
         return found
+
+    @property
+    def num_replicas(self) -> int:
+        """R of the whole job, also where each replica is a job of one by its environment."""
+        return self.env.num_replicas if self.at_servers is None else len(self.at_servers.replicas)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of these replicas."""
+        return self.env.num_nodes if self.at_servers is None else self.at_servers.num_nodes
 
     def check_joined(self) -> None:
         """Raise a ConfigurationError if this replica joins a job and would train alone."""

@@ -50,6 +50,8 @@ VARIABLES: dict[str, Variable[Any]] = {
     "address": protocol.ADDRESS,
     "check_replicas": protocol.CHECK_REPLICAS,
     "servers": protocol.SERVERS,
+    "expected_replicas": protocol.EXPECTED_REPLICAS,
+    "node": protocol.NODE,
 }
 """The variable of each field of :class:`JobEnvironment`, where it is set."""
 
@@ -137,7 +139,10 @@ class JobEnvironment:
     """Servers through which replicas push and pull (``PIPOLLUX_SERVERS``). Each replica is then a
     job of one replica for everything else."""
     expected_replicas: int = 1
-    """Replicas that start together and push and pull."""
+    """Replicas that start together and push and pull (``PIPOLLUX_EXPECTED_REPLICAS``, else those of
+    torchrun)."""
+    node: str | None = None
+    """Node of this replica (``PIPOLLUX_NODE``); None: the host's name."""
 
     @property
     def world_size(self) -> int:
@@ -153,6 +158,13 @@ class JobEnvironment:
     def leads(self) -> bool:
         """Whether this is the job's leader: the first process of replica 0."""
         return self.world_rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process reports to the scheduler for the whole job. Under a scheduler,
+        replica 0 does it for all that push and pull.
+        """
+        return self.leads and (self.servers is None or self.attempt == 0 or self.replica == 0)
 
     @property
     def under_torchrun(self) -> bool:
@@ -214,7 +226,7 @@ class JobEnvironment:
 def _apart(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the environment of a replica that meets the others at servers only."""
     apart = {**fields, "rank": 0, "num_replicas": 1, "num_nodes": 1}
-    apart["expected_replicas"] = fields["num_replicas"]
+    apart.setdefault("expected_replicas", fields["num_replicas"])
     folder = fields.get("checkpoint_dir")
     if folder is not None:  # each has its own inner optimizer
         apart["checkpoint_dir"] = folder / f"replica-{fields['replica']}"

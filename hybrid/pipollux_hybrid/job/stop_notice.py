@@ -17,7 +17,7 @@ REQUEST_TIMEOUT = 2.0
 
 def tell_stop(env: JobEnvironment, step: int) -> None:
     """Report the step at which all replicas have stopped to the scheduler, from replica 0."""
-    if not env.leads or env.attempt < 1 or not (env.scheduler_url and env.job_id):
+    if not env.reports or env.attempt < 1 or not (env.scheduler_url and env.job_id):
         return
     # Importing httpx takes a third of a second, which scripts without a scheduler avoid.
     import httpx

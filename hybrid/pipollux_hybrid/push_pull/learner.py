@@ -15,11 +15,13 @@ meanwhile, which is part of the next Δ: no sample's change is lost or sent twic
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError, PeerLostError
+from pipollux_hybrid.job.context import AtServers
+from pipollux_perfmodel.timing.params import AUTO as AUTO_INTERVAL
 
 from .compression import ErrorFeedback
 from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_dtype
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 ALIGNING = 15.0
 """Seconds of waiting for other replicas after which all fragments are pushed."""
+LEAVING = 5.0
+"""Seconds that the end of the script waits for the servers to note it."""
 SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
 
@@ -78,9 +84,10 @@ class Learner:
         env = ctx.env
         if env.servers is None or env.token is None:
             raise ConfigurationError(
-                "synchronization=PushPull(…) needs servers: start python -m pipollux.server for "
-                "each address in PIPOLLUX_SERVERS, and set PIPOLLUX_SERVERS and PIPOLLUX_TOKEN for "
-                "servers and replicas alike"
+                "synchronization=PushPull(…) needs servers: under a scheduler, add servers: 1 to "
+                "the job file; else start python -m pipollux.server for each address in "
+                "PIPOLLUX_SERVERS, and set PIPOLLUX_SERVERS and PIPOLLUX_TOKEN for servers and "
+                "replicas alike"
             )
         self.options, self._context = options, ctx
         self._num_layers, self._sizes = len(module), layer_sizes(module)
@@ -118,6 +125,8 @@ class Learner:
         """Pushes under way."""
         self._completions: deque[Handle[Any]] = deque()
         """Notes of them to the ledger, appended by the worker's thread."""
+        self.exchanged = 0.0
+        """Seconds of pushing and pulling after the last step."""
         self.place: Place | None = None
         """The job's loop when this replica joined; None at the start of a job."""
 
@@ -148,6 +157,10 @@ class Learner:
                 "continues from theirs"
             )
         optimizer.register_step_pre_hook(self._leave_out)
+        if self._context.heartbeat is not None:
+            from .presence import Presence  # imports pydantic
+
+            self._presence = Presence(self._context, self._num_layers, self.place or (0, 0))
 
     def _join(self) -> None:
         """Become a member, and continue from the servers' parameters: those of the first replica,
@@ -166,7 +179,9 @@ class Learner:
         if env.stage == 0:
             header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
             header |= {"num_layers": self._num_layers, "expected": env.expected_replicas}
+            header["node"] = env.node or socket.gethostname()
             reply = self._worker.ask(header).wait().header
+            self._note_present(reply)
         shared = f"{reply['member']} {reply['place'] or ''}".encode()
         found = self._context.control.gather_bytes(shared)[0].decode()
         number, _, reached = found.partition(" ")
@@ -245,7 +260,19 @@ class Learner:
                 continue  # a long poll has ended
             if found["status"] == "leased":
                 self._steps = found["steps"]
+                self._note_present(found)
             return dict(found)
+
+    def _note_present(self, found: Mapping[str, Any]) -> None:
+        """Note which replicas the job has, for its model and its scheduler."""
+        every = self.options.sync_every
+        self._context.at_servers = AtServers(
+            replicas=tuple(found["replicas"]),
+            num_nodes=min(found["nodes"], len(found["replicas"])),
+            sync_time=self._sync_time,
+            sync_every=every if isinstance(every, int) else AUTO_INTERVAL,
+            sync_overlap=self.options.overlap,
+        )
 
     def step_done(self) -> bool:
         """Handle the end of an iteration; return whether the positions that were leased are void,
@@ -273,6 +300,7 @@ class Learner:
             return True
         finally:
             self._since = time.monotonic()
+            self.exchanged = self._since - now
         return False
 
     def _exchange(self) -> None:
@@ -388,7 +416,7 @@ class Learner:
                     self._push(other)
             pulled = fragment.pull.wait()
             self._align()
-        took = time.monotonic() - fragment.pushed_at - pulled.waited
+        took = pulled.arrived - fragment.pushed_at - pulled.waited
         self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
         for key in fragment.keys:
             for (name, parameter), value in zip(self._layers[key], pulled.values[key], strict=True):
@@ -495,8 +523,12 @@ class Learner:
         self._context.control.barrier()  # other processes of the replica have pushed, too
         if self._context.env.stage == 0:
             self._worker.ask({"op": "leave", "member": self._member}).wait()
+        self._member = 0
 
     def _close(self) -> None:
+        if self._member and not self._in_loop and self._context.env.stage == 0:
+            with suppress(TimeoutError, ServerError, PeerLostError):  # it is lost after a while
+                self._worker.ask({"op": "leave", "member": self._member}).wait(LEAVING)
         self._worker.close()
 
 
@@ -555,7 +587,8 @@ def make_learner(
     if options is None and ctx.env.servers is not None:
         raise ConfigurationError(
             "PIPOLLUX_SERVERS is set, and HybridParallel averages gradients in every step: give it "
-            "synchronization=pipollux.PushPull(…), or remove the variable"
+            "synchronization=pipollux.PushPull(…), or remove the variable, or servers from the job "
+            "file"
         )
     if options is not None and not isinstance(options, PushPull):
         raise ConfigurationError(

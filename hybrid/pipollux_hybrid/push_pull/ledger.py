@@ -55,6 +55,8 @@ class Member:
 
     replica: int
     processes: int
+    node: str = ""
+    """Name of its host."""
     place: Place | None = None
     """The loop that all of its processes have reached."""
     opened: set[int] = field(default_factory=set)
@@ -101,11 +103,11 @@ class Ledger:
         self.done: dict[int, IntervalSet] = {}
         self.free: list[Lease] = []
 
-    def join(self, replica: int, processes: int, num_layers: int) -> int:
+    def join(self, replica: int, processes: int, num_layers: int, node: str = "") -> int:
         """Return the number of a new member."""
         number = self.next_member
         self.next_member += 1
-        self.members[number] = Member(replica, processes)
+        self.members[number] = Member(replica, processes, node)
         self.num_layers = num_layers
         return number
 
@@ -186,6 +188,7 @@ class Ledger:
             span = [lease.start, lease.stop]
             found: dict[str, Any] = {"status": "leased", "span": span, "skip": list(lease.skip)}
             found["steps"] = self.steps_of(number)
+            found |= self.present()
         elif not idle:
             found = {"status": "none"}
         elif self.is_over() and not any(other.counted for other in self.members.values()):
@@ -197,6 +200,12 @@ class Ledger:
         if found["status"] == "leased":
             member.asked = set()
         return found
+
+    def present(self) -> dict[str, Any]:
+        """Return the ids of the members' replicas, and the number of their nodes."""
+        replicas = sorted({member.replica for member in self.members.values()})
+        nodes = {member.node or str(member.replica) for member in self.members.values()}
+        return {"replicas": replicas, "nodes": len(nodes)}
 
     def recount(self) -> dict[int, bool]:
         """Return the members that have become idle, or stopped being it."""
@@ -361,7 +370,7 @@ class Ledger:
         ledger.done = {int(layer): IntervalSet(spans) for layer, spans in content["done"].items()}
         ledger.free = [_lease(x) for x in content["free"]]
         for number, given in content["members"].items():
-            member = Member(given["replica"], given["processes"])
+            member = Member(given["replica"], given["processes"], given.get("node", ""))
             for name in ("counted", "step_time", "sync_time", "batch"):
                 setattr(member, name, given[name])
             member.place = _place(given["place"])

@@ -35,6 +35,9 @@ LOST_AFTER = 15.0
 """Seconds without a heartbeat after which a replica is lost."""
 LATE = 60.0
 """Seconds that a job's first loop waits for replicas that have not joined."""
+UNUSED = 3.0
+"""Seconds without a replica until a server that should end then ends: the others may still have
+something to say to it."""
 PATIENCE = 1800.0
 """Seconds that a server waits for another one."""
 BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward"})
@@ -88,6 +91,8 @@ class Server:
         """When each member was heard of last, on the first server."""
         self._expected, self._first_join = 1, 0.0
         self.ready = asyncio.Event()
+        self._last_use = False
+        """Whether to end once no replica is left."""
 
     async def run(self, host: str, stop: asyncio.Event) -> None:
         """Serve until ``stop``, then save."""
@@ -117,13 +122,21 @@ class Server:
             self._save()
             end(context)
 
+    def end_when_unused(self) -> None:
+        """End once no replica is left."""
+        self._last_use = True
+
     async def _live(self) -> None:
-        """Recover this server's state, then watch the replicas and save."""
+        """Recover this server's state, then watch the replicas and save, until it is unused."""
         await self._recover()
         self.ready.set()
-        saved = time.monotonic()
+        saved = used = time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, self._lost_after / 5.0))
+            if not self._last_use or (self.shard is not None and self.shard.keys.counted):
+                used = time.monotonic()
+            elif time.monotonic() - used >= UNUSED:
+                return
             if self.index == 0:
                 await self._lose_silent()
             if time.monotonic() - saved >= self._save_every:

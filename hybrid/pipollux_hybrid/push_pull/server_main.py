@@ -7,7 +7,9 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         require_zmq()
-        asyncio.run(_run(_server(options), options.host))
+        asyncio.run(_run(_server(options), options.host, until_unused=options.until_unused))
     except PipolluxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between two saves")
     parser.add_argument(
         "--lost-after", type=float, default=LOST_AFTER, help="seconds until a replica is lost"
+    )
+    parser.add_argument(
+        "--until-unused",
+        action="store_true",
+        help="end after standard input was closed, once no replica is left",
     )
     parser.add_argument("--threads", type=int, default=1, help="threads for outer steps")
     return parser
@@ -88,7 +95,7 @@ def _server(options: argparse.Namespace) -> Server:
     )
 
 
-async def _run(server: Server, host: str) -> None:
+async def _run(server: Server, host: str, *, until_unused: bool) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -98,7 +105,19 @@ async def _run(server: Server, host: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+    if until_unused:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_end_with_input, args=(loop, server), daemon=True).start()
     await server.run(host, stop)
+
+
+def _end_with_input(loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    """Tell a server when whoever has started it has no more use for it."""
+    # Not through sys.stdin, whose lock would be held when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    with suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(server.end_when_unused)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,9 @@ class Shard:
 
     def _op_join(self, message: Message) -> Message:
         header = message.header
-        number = self.book.join(header["replica"], header["processes"], header["num_layers"])
-        return Message({"member": number, "place": self.book.place})
+        given = header["replica"], header["processes"], header["num_layers"]
+        number = self.book.join(*given, header["node"])
+        return Message({"member": number, "place": self.book.place, **self.book.present()})
 
     def _op_open(self, message: Message) -> Message:
         header = message.header

@@ -63,6 +63,7 @@ class Pulled:
         self.revisions: dict[int, int] = {}
         self.waited = 0.0
         """Seconds for which servers waited for other replicas."""
+        self.arrived = time.monotonic()
         for reply in replies:
             self.values |= unflattened(reply.header["counts"], reply.tensors)
             self.revisions |= {int(key): x for key, x in reply.header["revisions"].items()}

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pipollux_perfmodel.goodput.size_corrections import SizeCorrections
 
 LOG = logging.getLogger(__name__)
+MOST_REPLICAS = 2**16
+"""Replicas that push and pull up to which hints bound their batch size."""
 RETUNE_GAIN = 1.02
 """Minimum gain in goodput of a new batch size, which avoids oscillation. AdaptDL uses 1.05, as it
 compares predictions only; here measurements correct them (`SizeCorrections`)."""
@@ -121,8 +123,9 @@ class Autotuner:
         data = self._fit_data(order)
         if data is None:
             return
-        params = fit(data, order)
-        self.step_ratios = left_over(params, data)
+        params = fit(data, order, self._context.at_servers)
+        # Of push and pull, the measured steps are not those of the model: see `fit`.
+        self.step_ratios = () if params.sync_every else left_over(params, data)
         if self.num_stages > 1:
             self.overlap = params.overlap
         elif self.overlap is not None:
@@ -135,21 +138,27 @@ class Autotuner:
 
     def configuration(self, atomic_bsz: int) -> StepConfiguration:
         """Return the current configuration of the job, for an atomic batch size."""
-        env = self._context.env
+        ctx = self._context
         return StepConfiguration(
             self.num_stages,
-            env.num_nodes,
-            env.num_replicas,
+            ctx.num_nodes,
+            ctx.num_replicas,
             atomic_bsz,
-            self._context.batch.num_microbatches,
-            env.processes_per_replica,
-            *self._context.pipeline.order,
+            ctx.batch.num_microbatches,
+            ctx.env.processes_per_replica,
+            *ctx.pipeline.order,
         )
+
+    @property
+    def scale(self) -> float:
+        """Batch size of the whole job over the initial batch size."""
+        ctx = self._context
+        return ctx.batch.scale * (ctx.num_replicas / ctx.env.num_replicas)
 
     def fitted(self, order: PipelineSchedule) -> PerfParams | None:
         """Return the fit to steps with the same stages by a schedule; None: no such steps."""
         data = self._fit_data(order)
-        return None if data is None else fit(data, order)
+        return None if data is None else fit(data, order, self._context.at_servers)
 
     def _fit_data(self, order: PipelineSchedule) -> FitData | None:
         pipeline, processes = self._context.pipeline, self._context.env.processes_per_replica
@@ -263,9 +272,8 @@ class Autotuner:
             layers = balance = None
         return SchedHints(
             init_batch_size=self.noise.init_batch_size,
-            local_bsz_bounds=limits.local_bsz_bounds if limits else None,
-            global_batch_size=self._training_shape.batch_size if self._training_shape else None,
-            max_batch_size=limits.max_batch_size if limits else None,
+            **self._batch_bounds(limits),
+            global_batch_size=self._global_batch_size(),
             max_profiled_replicas=self.profile.max_replicas,
             gradient_accumulation=limits.gradient_accumulation if limits else False,
             grad_params=self.noise.grad_params,
@@ -278,15 +286,36 @@ class Autotuner:
             sharded_optimizer=self._context.pipeline.shards_optimizer,
             remaining_samples=self._remaining_samples(),
             trained_samples=self.progress * self.noise.init_batch_size,
-            step_profile=rows_to_pass_on(self.profile, self.traits),
+            step_profile=(
+                rows_to_pass_on(self.profile, self.traits)
+                if self._context.at_servers is None
+                else None
+            ),
             step_ratios=self.step_ratios or None,
         )
+
+    def _batch_bounds(self, limits: BatchSizeLimits | None) -> dict[str, Any]:
+        """Return the bounds of the batch size for hints."""
+        if self._context.at_servers is not None and self.noise is not None:
+            of_one = self.noise.init_batch_size  # which each replica keeps
+            largest = MOST_REPLICAS * of_one
+            return {"local_bsz_bounds": (of_one, of_one), "max_batch_size": largest}
+        if limits is None:
+            return {}
+        both = {"local_bsz_bounds": limits.local_bsz_bounds}
+        return {**both, "max_batch_size": limits.max_batch_size}
+
+    def _global_batch_size(self) -> int | None:
+        shape, ctx = self._training_shape, self._context
+        if shape is None:
+            return None
+        return shape.batch_size * ctx.num_replicas // ctx.env.num_replicas
 
     def _remaining_samples(self) -> float | None:
         """Return the remaining samples, in units of samples at the initial batch size."""
         if self.samples_left is None or self.noise is None:
             return None
-        scale = self._context.batch.scale
+        scale = self.scale
         efficiency = self.noise.gain(scale) / scale if scale > 1.0 else 1.0
         return self.samples_left * efficiency
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.context import AtServers, JobContext
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_perfmodel import PerfParams
@@ -67,6 +67,8 @@ def inherit(ctx: JobContext, profile: StepProfile) -> ModelTraits | None:
     without them.
     """
     if not ctx.env.attempt or ctx.joins is not None or profile.summaries():
+        return None
+    if ctx.env.servers is not None:  # steps with a whole push and pull, which others have not
         return None
     answer = _ask(ctx.env) if ctx.env.leads else b""
     answer = ctx.control.gather_bytes(answer)[0]
@@ -156,8 +158,12 @@ def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
     return None
 
 
-def fit(data: FitData, order: PipelineSchedule) -> PerfParams:
-    """Return the fit to step times by a schedule."""
+def fit(
+    data: FitData, order: PipelineSchedule, at_servers: AtServers | None = None
+) -> PerfParams:
+    """Return the fit to step times by a schedule. An optimizer step of replicas that push and pull
+    is one with a whole push and pull.
+    """
     from pipollux_perfmodel import fit_perf_params  # imports scipy
 
     fitted = fit_perf_params(
@@ -173,6 +179,8 @@ def fit(data: FitData, order: PipelineSchedule) -> PerfParams:
         checkpoint=data.checkpoint,
         schedule=order.schedule,
         chunks_per_stage=order.chunks_per_stage,
+        sync_every=0 if at_servers is None else at_servers.sync_every,
+        sync_overlap=0 if at_servers is None else at_servers.sync_overlap,
     )
     return fitted._replace(tied_exchange=data.exchange)
 

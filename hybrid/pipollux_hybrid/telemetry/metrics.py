@@ -206,8 +206,10 @@ class Metrics(Autotuner):
     def note_step(self, batch_size: int, scale: float) -> None:
         """Record an optimizer step and its batch size."""
         self.step += 1
-        self.samples += batch_size
-        self.progress += self.noise.gain(scale) if self.noise else 1.0
+        ctx = self._context
+        self.samples += batch_size * ctx.num_replicas // ctx.env.num_replicas
+        whole = scale * ctx.num_replicas / ctx.env.num_replicas
+        self.progress += self.noise.gain(whole) if self.noise else 1.0
 
     def scaling_state(self, last_batch_size: int) -> ScalingState:
         """Return the input of the learning rate rule for the next step; ``last_batch_size`` stands
@@ -243,18 +245,36 @@ class Metrics(Autotuner):
             return
         self._training_shape = self._shape
         if part.is_full:
-            configuration = self.configuration(self._shape.atomic_bsz)
-            self.profile.add_step(
-                configuration,
-                elapsed,
-                *self._waited,
-                optimizer=part.is_optimizer_step,
-                disturbed=self._disturbed,
-            )
+            self._add_step(self._shape, elapsed, part.is_optimizer_step)
         if part.is_optimizer_step:
             self.samples_left = self._samples_left(part, epoch, num_epochs)
             self._done = self._note_done(part, epoch, num_epochs)
             self._step_time = 0.0
+
+    def note_exchange(self, seconds: float) -> None:
+        """Record the time after a step in which this replica pushed and pulled; it is part of the
+        next step's time, but not of what the model takes for a step's compute.
+        """
+        if self._part_ended is not None:
+            self._part_ended += seconds
+            self._step_time += seconds
+
+    def _add_step(self, shape: BatchShape, elapsed: float, optimizer: bool) -> None:
+        """Add a step to the profile; of push and pull, as if a whole one had followed."""
+        there = self._context.at_servers
+        waited, exchange = self._waited or (0.0, 0.0)
+        if there is not None and optimizer and len(there.replicas) > 1:
+            if there.sync_time == 0.0:
+                return  # not measured yet
+            elapsed, waited = elapsed + there.sync_time, there.sync_time
+        self.profile.add_step(
+            self.configuration(shape.atomic_bsz),
+            elapsed,
+            waited,
+            exchange,
+            optimizer=optimizer,
+            disturbed=self._disturbed,
+        )
 
     def add_timeline(
         self, events: list[StageEvent], forward: list[float], backward: list[float]
@@ -264,7 +284,7 @@ class Metrics(Autotuner):
             return
         (configuration, step), self._timed = self._timed, None
         self.profile.add_stages(configuration, forward, backward)
-        if self._context.env.leads:
+        if self._context.env.reports:
             self.reporter.add_timeline(
                 step, configuration.num_stages, configuration.num_microbatches, events
             )
@@ -283,7 +303,7 @@ class Metrics(Autotuner):
     def record_agreed(self, agreed: ControlMessage | None) -> None:
         """Report the step whose losses the replicas have exchanged."""
         done, self._launched = self._launched, None
-        if agreed is None or done is None or not self._context.env.leads:
+        if agreed is None or done is None or not self._context.env.reports:
             return
         loss = agreed.loss_sum / agreed.loss_samples if agreed.loss_samples > 0 else None
         # Made lazily: most points are never shown, and predictions take longer than a small step.
@@ -338,38 +358,39 @@ class Metrics(Autotuner):
 
     def _make_point(self, done: DoneStep, loss: float | None) -> StepRecord:
         """Return the record of a step, with the prediction of the current model."""
-        shape, env, is_full = done.shape, self._context.env, done.part.is_full
+        ctx, shape, is_full = self._context, done.shape, done.part.is_full
+        batch_size = shape.batch_size * ctx.num_replicas // ctx.env.num_replicas
         predicted = goodput = efficiency = None
         goodput_fn = self.goodput_function()
         if goodput_fn is not None and is_full:
             predicted = float(
                 goodput_fn.step_time(
-                    env.num_nodes,
-                    env.num_replicas,
+                    ctx.num_nodes,
+                    ctx.num_replicas,
                     shape.atomic_bsz,
                     shape.accum_steps,
                     done.num_microbatches,
                 ).total
             )
-        if goodput_fn is not None and shape.batch_size >= goodput_fn.init_batch_size:
-            efficiency = float(goodput_fn.efficiency(shape.batch_size))
-            goodput = shape.batch_size / done.step_time * efficiency if is_full else None
+        if goodput_fn is not None and batch_size >= goodput_fn.init_batch_size:
+            efficiency = float(goodput_fn.efficiency(batch_size))
+            goodput = batch_size / done.step_time * efficiency if is_full else None
         return StepRecord(
             time=done.time,
             step=done.step,
             epoch=done.epoch,
             samples=done.samples,
             loss=loss,
-            batch_size=shape.batch_size,
+            batch_size=batch_size,
             atomic_bsz=shape.atomic_bsz,
             accum_steps=shape.accum_steps,
-            num_replicas=env.num_replicas,
+            num_replicas=ctx.num_replicas,
             step_time=done.step_time,
             predicted_step_time=predicted,
             goodput=goodput,
             efficiency=efficiency,
             num_microbatches=done.num_microbatches,
-            schedule=str(self._context.pipeline.order) if self._context.mesh else "",
+            schedule=str(ctx.pipeline.order) if ctx.mesh else "",
             epoch_samples=min(done.part.next_index, self.epoch_size),
             epoch_size=self.epoch_size,
             num_epochs=done.num_epochs,

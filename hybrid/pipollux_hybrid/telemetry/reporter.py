@@ -128,7 +128,7 @@ class Reporter:
 
     def add_metrics(self, step: int, values: Mapping[str, float | None]) -> None:
         """Report values of metrics at a step; a later value of the same step replaces them."""
-        if self._url is None or not self._context.env.leads:
+        if self._url is None or not self._context.env.reports:
             return
         with self._lock:
             for name, value in values.items():
@@ -171,7 +171,7 @@ class Reporter:
             self._points.append(point)
 
     def _ensure_running(self) -> None:
-        if self._thread is None and self._context.env.leads and not self._stop.is_set():
+        if self._thread is None and self._context.env.reports and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="pipollux-reporter", daemon=True)
             self._thread.start()
 

@@ -64,6 +64,8 @@ class ReplicaProgram:
     """First attempt of the present run; each run has its own checkpoint folder."""
     run_as: str | None = None
     """User of the machine as which it runs; None: the scheduler's own."""
+    servers: int = 0
+    """Servers for push and pull, beside the first replicas; 0: replicas average gradients."""
     cpus: int = 0
     """CPUs of one replica on its node, besides those of its stages."""
     memory: int = 0
@@ -115,6 +117,9 @@ class Launch:
     checkpoints: str
     """The checkpoint folder, as its replicas see it."""
     elastic: bool = False
+    num_servers: int = 0
+    """Servers for push and pull beside replicas 0, 1, …; each replica is then a job of its own
+    group, and all meet at the servers."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -134,6 +139,10 @@ class Launch:
     def key(self, replica: int) -> ReplicaKey:
         """Return the key of a replica."""
         return ReplicaKey(self.job, self.attempt, replica)
+
+    def alone(self, replica: int) -> bool:
+        """Return whether a replica starts without meeting the others."""
+        return self.num_servers > 0 or self.joins(replica)
 
     def joins(self, replica: int) -> bool:
         """Return whether a replica joins others that train."""
@@ -164,6 +173,7 @@ class Launch:
             "scheduler_url": self.scheduler_url,
             "checkpoints": self.checkpoints,
             "elastic": self.elastic,
+            "num_servers": self.num_servers,
         }
 
     @classmethod
@@ -183,6 +193,7 @@ class Launch:
             scheduler_url=str(data["scheduler_url"]),
             checkpoints=str(data["checkpoints"]),
             elastic=bool(data["elastic"]),
+            num_servers=int(data.get("num_servers", 0)),  # earlier versions had none
         )
 
 

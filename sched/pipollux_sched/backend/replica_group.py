@@ -287,7 +287,8 @@ class ReplicaGroup:
     def _may_survive(self) -> bool:
         """Return whether the remaining replicas may still continue, which the job reports."""
         left = any(state.ended is None for state in self._members.values())
-        if not (self.can_survive and left):
+        failed = math.inf if self._failed is None else self._failed.replica
+        if not (self.can_survive and left and failed >= self.launch.num_servers):
             return False
         if self._survive_by is None:
             self._survive_by = self._clock() + SURVIVAL_PATIENCE
@@ -344,6 +345,8 @@ class ReplicaGroup:
         deadline = math.inf if self._deadline is None else self._deadline
         if now >= min(self._parting.get(key, math.inf), deadline):
             return Signal.KILL
+        if key in self._parting and self.launch.num_servers:
+            return Signal.STOP  # it does not learn from the others that it leaves
         left_alone = self._stops_agreed and not self._asked and key not in self._joining
         return Signal.STOP if self.ending and not left_alone else None
 

@@ -386,6 +386,7 @@ class ReplicaGroupManager:
                 scheduler_url=program.scheduler_url,
                 checkpoints=self._engine.checkpoints(program),
                 elastic=self._engine.grows and program.can_grow,
+                num_servers=min(program.servers, len(assignments)),
             )
             self._launches.note_launch(job, attempt, launch.to_json_object())
         except BackendError as error:

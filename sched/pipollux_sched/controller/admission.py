@@ -70,6 +70,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         args=tuple(spec.args),
         num_stages=spec.num_stages,
         process_per_stage=spec.process_per_stage,
+        servers=spec.servers,
         environment={**spec.environment, **environment, **TOKEN.write(job.token), **of_trial},
         directory=Path(spec.working_dir) if spec.working_dir else None,
         checkpoints=Path(spec.checkpoint_dir) if spec.checkpoint_dir else None,

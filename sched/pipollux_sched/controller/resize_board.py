@@ -119,7 +119,7 @@ class ResizeBoard:
 def _events(state: JobState, replica: int, word: ElasticStatus) -> Iterator[Event]:
     attempt, membership, change = state.attempt, state.membership, state.membership.change
     if replica == membership.replicas[0] and word.balance and word.cannot != membership.why_not:
-        yield ElasticReady(attempt, word.cannot)
+        yield ElasticReady(attempt, word.cannot, word.fixed)
     if change is not None:
         if (
             word.waiting_to_join

@@ -79,6 +79,8 @@ class ElasticReady:
     attempt: int
     why_not: str | None = None
     """Why they do not; None: they do."""
+    fixed: int = 0
+    """Replicas, from id 0 on, without which the others end."""
 
 
 @dataclass(frozen=True)

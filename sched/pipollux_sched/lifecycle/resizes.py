@@ -45,7 +45,26 @@ def why_restart(state: JobState, nodes: Sequence[str], num_stages: int | None) -
         return "none of its replicas stays where it is"
     if not state.training:
         return "it has not taken its first step"
+    if any(replica < state.membership.fixed for replica in _leaving(state, nodes)):
+        return "a server runs beside a replica that would leave"
     return state.membership.why_not
+
+
+def _staying(state: JobState, left: Counter[str]) -> list[tuple[int, str]]:
+    """Return the replicas that stay where they are, with their nodes, and take these from `left`,
+    which has the number of replicas of each node.
+    """
+    staying = []
+    for replica, node in zip(state.membership.replicas, state.running_on, strict=True):
+        if left[node] > 0:
+            left[node] -= 1
+            staying.append((replica, node))
+    return staying
+
+
+def _leaving(state: JobState, nodes: Sequence[str]) -> set[int]:
+    staying = {replica for replica, _ in _staying(state, Counter(nodes))}
+    return set(state.membership.replicas) - staying
 
 
 def begin(
@@ -54,11 +73,7 @@ def begin(
     """Begin an elastic resize of a job that trains."""
     membership = state.membership
     left = Counter(nodes)
-    staying = []
-    for replica, node in zip(membership.replicas, state.running_on, strict=True):
-        if left[node] > 0:
-            left[node] -= 1
-            staying.append((replica, node))
+    staying = _staying(state, left)
     coming = list(enumerate(left.elements(), membership.num_ids))
     replicas, places = zip(*staying, *coming, strict=True)
     stage = ChangeStage.STARTING if coming else ChangeStage.FORMING
@@ -89,6 +104,7 @@ def can_survive(state: JobState, lost: Collection[int]) -> bool:
     """Return whether the replicas of a job can continue without some of them."""
     membership = state.membership
     trains = state.training and state.intent is None and membership.why_not is None
+    trains = trains and all(replica >= membership.fixed for replica in lost)
     return trains and bool(set(membership.replicas) - {*lost, *membership.lost})
 
 
@@ -145,7 +161,8 @@ def ready(state: JobState, event: ElasticReady) -> Transition:
         return state, ()
     if membership.change is not None or event.why_not == membership.why_not:
         return state, ()
-    return replace(state, membership=replace(membership, why_not=event.why_not)), ()
+    membership = replace(membership, why_not=event.why_not, fixed=event.fixed)
+    return replace(state, membership=membership), ()
 
 
 def waiting_to_join(state: JobState, event: WaitingToJoin) -> Transition:

@@ -139,6 +139,8 @@ class Membership:
     failed_at: float = 0.0
     """Time of the last one, in seconds since the epoch."""
     change: PendingResize | None = None
+    fixed: int = 0
+    """Replicas, from id 0 on, without which the others end: servers run beside them."""
     lost: tuple[int, ...] = ()
     """Ids of lost replicas, without which the others have not continued yet."""
 

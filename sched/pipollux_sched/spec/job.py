@@ -213,6 +213,9 @@ class JobSpec(Spec):
     `num_stages` only. It chooses another one once the job has reported a profile of its layers."""
     process_per_stage: bool = Field(default=False, description="true or false")
     """Whether replicas are multi-process pipelines, with one process per stage."""
+    servers: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    """Servers for training by push and pull (`synchronization=PushPull(…)`), which run beside the
+    first replicas, one each; 0: replicas average gradients in every step."""
     num_microbatches: Count = 1
     """Number M of micro-batches of one forward and backward pass."""
     min_replicas: Count = 1
@@ -312,6 +315,12 @@ class JobSpec(Spec):
         return self
 
     def _check_program(self) -> None:
+        if self.servers and self.script is None and self.image is not None:
+            raise problem_at(
+                ("servers",),
+                f"{self.servers} needs a script, as an image's own entry point starts no servers; "
+                "give as script a path inside the image",
+            )
         if self.image is None:
             if self.script is None:
                 raise problem_at(

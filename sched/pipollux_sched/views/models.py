@@ -46,7 +46,8 @@ class ChangeView(View):
 class MembershipView(View):
     """The membership of the running attempt: `replicas` are ids in the order of ranks.
 
-    `why_not`: the reason that the job cannot be resized elastically; null if it can.
+    `why_not`: the reason that the job cannot be resized elastically; null if it can. `fixed`:
+    replicas, from id 0 on, that cannot leave without a restart, as servers run beside them.
     """
 
     number: int
@@ -57,6 +58,7 @@ class MembershipView(View):
     failures: int
     failed_at: float
     lost: list[int]
+    fixed: int = 0
     change: ChangeView | None
 
 

@@ -86,7 +86,8 @@ def test_scripts(kind: str, options: dict[str, Any], message: str) -> None:
 
 def test_without_servers() -> None:
     (found,) = run_replicas(refusal, 1, "", {})
-    assert "needs servers: start python -m pipollux.server for each address" in found
+    assert "needs servers: under a scheduler, add servers: 1 to the job file; else start" in found
+    assert "python -m pipollux.server for each address in PIPOLLUX_SERVERS" in found
 
 
 def test_a_wrong_token() -> None:
@@ -94,13 +95,6 @@ def test_a_wrong_token() -> None:
         environment = {**running.environment(), "PIPOLLUX_TOKEN": f"{TOKEN}!"}
         (found,) = run_replicas(refusal, 1, "", {}, environment=environment)
     assert "PIPOLLUX_TOKEN has to be the same for the servers and for all replicas" in found
-
-
-def test_under_a_scheduler() -> None:
-    with servers(1) as running:
-        environment = {**running.environment(), "PIPOLLUX_ATTEMPT": "1"}
-        (found,) = run_replicas(refusal, 1, "", {}, environment=environment)
-    assert "replicas that push and pull are started by hand" in found
 
 
 def test_replicas_with_other_options_or_models() -> None:

@@ -148,7 +148,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "JobContext": (
         "batch control heartbeat joined joins mesh pipeline prepares rejoined step watch",
-        "_components closers env",
+        "_components at_servers closers env",
     ),
     "Joining": (
         "",

@@ -29,7 +29,7 @@ def agent_command(
 
     Without `endpoint` (HOST:PORT), the agents find each other through the scheduler.
     """
-    endpoint = "127.0.0.1:0" if launch.joins(replica) else endpoint
+    endpoint = "127.0.0.1:0" if launch.alone(replica) else endpoint
     at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
     return [sys.executable, "-P", str(_AGENT), *at, *_options(program, launch, replica)]
 
@@ -43,8 +43,9 @@ def agent_in_container(
 
 
 def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
-    # A joining replica meets the others only when its script has reached their position.
-    alone = launch.joins(replica)
+    # A joining replica meets the others only when its script has reached their position, and
+    # replicas that push and pull never do.
+    alone = launch.alone(replica)
     return [
         f"--nnodes={1 if alone else launch.num_first}",
         f"--nproc-per-node={processes_of_replica(program, launch)}",

@@ -10,6 +10,11 @@ from pipollux_sched.backend.base import Launch, ReplicaProgram
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
     """Return the variables about a replica; engines add its devices and result file."""
+    servers: dict[str, str] = {}
+    if launch.num_servers:
+        servers |= variables.NUM_SERVERS.write(launch.num_servers)
+        if not launch.joins(replica):
+            servers |= variables.EXPECTED_REPLICAS.write(launch.num_first)
     return {
         "PYTHONUNBUFFERED": "1",
         **program.environment,
@@ -19,6 +24,8 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         **variables.ATTEMPT.write(launch.attempt),
         **variables.REPLICA.write(replica),
         **variables.CHECKPOINT_DIR.write(Path(launch.checkpoints)),
+        **servers,
+        **variables.NODE.write(launch.assignments[replica].node),
         **variables.NUM_NODES.write(len(set(launch.nodes))),
         **variables.NUM_STAGES.write(launch.num_stages),
         **variables.PROCESSES_PER_REPLICA.write(processes_of_replica(program, launch)),

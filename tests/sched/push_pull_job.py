@@ -1,0 +1,48 @@
+"""A small job whose replicas push and pull under a scheduler.
+
+Every step of a replica goes to ``$RESULTS/ATTEMPT-ID.txt`` as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pipollux
+from pipollux_hybrid.job.context import context
+
+SIZE = 120
+PAUSE = 0.05
+"""Seconds of a step, as whoever waits for the job also needs a processor."""
+
+
+def main() -> None:
+    pipollux.init_process_group("gloo", timeout=120.0)
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Embedding(SIZE, 4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 4, shuffle=True)
+    options = pipollux.PushPull(sync_every=3, fragments=2, max_staleness=float("inf"))
+    model = pipollux.HybridParallel(module, optimizer, synchronization=options)
+    env = context().env
+    with (Path(os.environ["RESULTS"]) / f"{env.attempt}-{env.replica}.txt").open("a") as log:
+        for epoch in pipollux.remaining_epochs_until(1_000_000):
+            for (numbers,) in loader:
+                optimizer.zero_grad()
+                loss = (model(numbers) - 1.0).square().mean()
+                loss.backward()
+                optimizer.step()
+                pipollux.report(loss=loss)
+                line = {"epoch": epoch, "numbers": numbers.tolist()}
+                print(json.dumps(line), file=log, flush=True)
+                time.sleep(PAUSE)
+
+
+if __name__ == "__main__":
+    main()
