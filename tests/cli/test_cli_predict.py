@@ -333,6 +333,26 @@ def test_the_picture_is_the_same_twice_and_has_everything_with_its_name(tmp_path
     ]  # fmt: skip
 
 
+def test_replicas_that_push_and_pull_pay_on_slow_links(tmp_path: Path) -> None:
+    """As by the formula; an all-reduce per step does not pay there."""
+    slow = PerfParams(0.1, 0.01, 4.0, 0.5, 0.05, 0.01, 1.0)
+    path = written(tmp_path, params_json(slow))
+    sizes = ("--replicas", "1,2,8", "--nodes", "8", "--atomic-bsz", f"{INIT}:{INIT}")
+    sizes = (*sizes, "--micro-batches", "1", "--max-batch-size", "4096")
+    found = [
+        predicted(path, *sizes, *more)
+        for more in ((), ("--sync-every", "100"), ("--sync-every", "auto"))
+    ]
+    without, every, auto = ([row["speedup"] for row in one["predictions"]] for one in found)
+    assert without[2] < 1 < every[1] < every[2] < auto[2]
+    alone, _, eight = (row["step_time"] for row in found[1]["predictions"])
+    assert eight == pytest.approx(alone + (4.0 + 0.5 * 6) / 100, rel=1e-6)
+    table = pipollux("predict", path, *sizes, "--sync-every", "100").stdout
+    assert "Replicas push and pull every 100 steps: 7 s each time" in " ".join(table.split())
+    (text,) = complaints(pipollux("predict", path, "--sync-every", "often"))
+    assert text == "--sync-every 'often': a whole number of steps of at least 1 is needed, or auto"
+
+
 def test_help_teaches() -> None:
     done = pipollux("predict", "--help")
     assert done.returncode == 0

@@ -158,9 +158,7 @@ def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
     return None
 
 
-def fit(
-    data: FitData, order: PipelineSchedule, at_servers: AtServers | None = None
-) -> PerfParams:
+def fit(data: FitData, order: PipelineSchedule, at_servers: AtServers | None = None) -> PerfParams:
     """Return the fit to step times by a schedule. An optimizer step of replicas that push and pull
     is one with a whole push and pull.
     """

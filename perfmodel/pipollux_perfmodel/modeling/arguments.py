@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 
 from pipollux_perfmodel import Link
+from pipollux_perfmodel.hints.codec import MAX_STEPS
+from pipollux_perfmodel.timing.params import AUTO
 from pipollux_utils.units import parse_bytes
 
 from .errors import ModelingError
@@ -21,6 +23,21 @@ MOST = 10_000
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us|µs|ns)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def parse_sync_every(text: str) -> int:
+    """Return H, or `AUTO` for ``auto``; ModelingError for other texts.
+
+    >>> parse_sync_every("100"), parse_sync_every("auto")
+    (100, -1)
+    """
+    if text == "auto":
+        return AUTO
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_STEPS):
+        raise ModelingError(
+            f"--sync-every {text!r}: a whole number of steps of at least 1 is needed, or auto"
+        )
+    return int(text)
 
 
 def parse_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
+from pipollux_perfmodel.partitioning.restage import restage
+from pipollux_perfmodel.timing.step_time import sync_cost
+
 from .arguments import spell_size
 from .cutting import Layers, ScheduleWish
 from .errors import ModelingError
@@ -189,6 +192,7 @@ def _all_notes(
     notes += _schedule_notes(model, layers, predictions) if question.schedules else []
     notes += _memory_notes(question, predictions, too_large)
     notes += _network_notes(model, predictions)
+    notes += _sync_notes(model, predictions)
     impossible = sum(
         not one.feasible
         and (one.num_stages, ScheduleWish(one.schedule, one.chunks_per_stage)) not in too_large
@@ -274,6 +278,25 @@ def _balances(predictions: Sequence[Prediction], *, from_layers: bool) -> str:
         if one.balance and one.from_layers == from_layers
     )
     return f" cut {', '.join(cuts)}" if cuts else ""
+
+
+def _sync_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:
+    """Return what pushes and pulls cost on the most replicas; nothing for all-reduces."""
+    able = [one for one in predictions if one.feasible]
+    if not able:
+        return []
+    most = max(able, key=lambda one: (one.num_replicas, one.num_nodes))
+    cost = sync_cost(
+        restage(model.nearest(most.num_stages), most.num_stages),
+        most.num_nodes,
+        most.num_replicas,
+        most.atomic_bsz,
+        most.accum_steps,
+        most.num_microbatches,
+    )
+    if cost is None:
+        return []
+    return [f"{cost} (on {most.num_replicas} replicas)"]
 
 
 def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[str]:

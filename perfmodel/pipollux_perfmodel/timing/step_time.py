@@ -196,6 +196,51 @@ def sync_interval(params: PerfParams, network: Numbers, compute: Numbers) -> Num
     return np.where(np.equal(params.sync_every, AUTO), affordable, params.sync_every)
 
 
+class SyncCost(NamedTuple):
+    """What pushes and pulls cost on one allocation."""
+
+    interval: int
+    """h, the steps between two of them."""
+    seconds: float
+    """T_net, of one push and pull of all parameters."""
+    share: float
+    """Part of the time of an iteration in which replicas wait for them."""
+
+    def __str__(self) -> str:
+        steps = "after every step" if self.interval == 1 else f"every {self.interval} steps"
+        if self.seconds < 1e-6:
+            return f"Replicas push and pull {steps}; what this takes was not measured."
+        took = f"{self.seconds * 1e3:.3g} ms" if self.seconds < 1.0 else f"{self.seconds:.3g} s"
+        return (
+            f"Replicas push and pull {steps}: {took} each time, during which training waits for "
+            f"{self.share:.1%} of the time."
+        )
+
+
+def sync_cost(
+    params: PerfParams,
+    num_nodes: int,
+    num_replicas: int,
+    atomic_bsz: int,
+    accum_steps: int = 0,
+    num_microbatches: int = 1,
+) -> SyncCost | None:
+    """Return what pushes and pulls cost; None for an all-reduce per step.
+
+    >>> params = PerfParams(0.1, 0.0, 4.0, 0.0, 0.05, 0.0, 1.0, sync_every=100)
+    >>> sync_cost(params, 2, 2, atomic_bsz=8).interval
+    100
+    """
+    if not pushes(params):
+        return None
+    sizes = (num_nodes, num_replicas, atomic_bsz, accum_steps, num_microbatches)
+    time = step_time(params, *map(np.asarray, sizes))
+    compute = (accum_steps + 1) * time.accum_time
+    interval = int(sync_interval(params, time.network_time, compute))
+    exposed = float(_exposed(params, time.network_time, compute))
+    return SyncCost(interval, float(time.network_time), exposed / float(time.total))
+
+
 def _exposed(params: PerfParams, network: Numbers, compute: Numbers) -> Numbers:
     """Return the part of a push and pull that delays a step, for the compute time of a step."""
     left = np.maximum(network - params.sync_overlap * compute, 0.0)

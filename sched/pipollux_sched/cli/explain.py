@@ -45,6 +45,8 @@ def explanation_text(found: ExplanationView) -> RenderableType:
     parts.append(Text(f"{found.phase.value}: {clean(first_line(found.message))}"))
     if found.planned_by is not None:
         parts.append(Text(_planned_by(found.planned_by)))
+    if found.synchronization is not None:
+        parts.append(Text(found.synchronization))
     if found.last_decision is not None:
         decision = _decision(found.last_decision)
         parts += [Text(), Text("Last decision", style="bold"), _inset(decision)]

@@ -132,6 +132,14 @@ def predict(
         ),
     ] = None,
     chunks_per_stage: ChunksPerStage = None,
+    sync_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="H",
+            help="Push to servers and pull from them every H steps, or auto.",
+            show_default="as measured",
+        ),
+    ] = None,
     init_batch_size: InitBatchSize = None,
     grad_sqr: GradSqr = None,
     grad_var: GradVar = None,
@@ -166,12 +174,21 @@ def predict(
 
         pipollux predict params.json --stages 4 --layers layers.json --schedule all
 
+    With [bold]--sync-every[/bold], replicas push to servers and pull from them every H steps, which
+    is taken to be as slow as an all-reduce, and keep the batch size of --atomic-bsz.
+
+        pipollux predict params.json --sync-every 100 --atomic-bsz 32:32 --max-batch-size 4096
+
     Without gradient statistics, from options or the file, efficiency is unknown:
     predict chooses the fastest batch size and shows throughput only.
 
     Exit code: 0 predicted; 1 the plot cannot be written; 2 a file or an option is invalid.
     """
-    from pipollux_perfmodel.modeling.arguments import parse_numbers, picture_format
+    from pipollux_perfmodel.modeling.arguments import (
+        parse_numbers,
+        parse_sync_every,
+        picture_format,
+    )
     from pipollux_perfmodel.modeling.prediction import Question
     from pipollux_perfmodel.modeling.prediction import predict as answer_question
 
@@ -187,6 +204,10 @@ def predict(
         schedules=_schedules(schedule, chunks_per_stage),
     )
     model = _model(params, init_batch_size=init_batch_size, grad_params=gradients)
+    if sync_every is not None:
+        interval = parse_sync_every(sync_every)
+        pushing = tuple(one._replace(sync_every=interval) for one in model.perf_params)
+        model = replace(model, perf_params=pushing)
     answer = answer_question(model, question)
     if plot is not None:
         from pipollux_perfmodel.modeling.plots import draw_answer

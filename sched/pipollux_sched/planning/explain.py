@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from pipollux_perfmodel import SchedHints
+from pipollux_perfmodel.timing.step_time import sync_cost
 from pipollux_policies import (
     MEASURED_REACH,
     FairStanding,
@@ -105,7 +107,18 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         waits_for=found.waits_for,
         planned_by=found.planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
+        synchronization=_synchronization(store.hints().get(job.name), nodes),
     )
+
+
+def _synchronization(hints: Mapping[str, Any] | None, nodes: Sequence[str]) -> str | None:
+    """Return what pushes and pulls cost a job on its nodes; None: unknown, or all-reduces."""
+    found = SchedHints.from_json_object(hints) if hints and nodes else None
+    if found is None or found.perf_params is None or found.init_batch_size is None:
+        return None
+    replicas, batch = (len(set(nodes)), len(nodes)), found.init_batch_size
+    cost = sync_cost(found.perf_params, *replicas, batch, 0, found.num_microbatches)
+    return None if cost is None else str(cost)
 
 
 def next_change(state: JobState) -> NextChange | None:

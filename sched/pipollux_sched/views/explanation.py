@@ -90,3 +90,5 @@ class ExplanationView(View):
     waits_for: str | None
     planned_by: str | None
     forecast: ForecastView | None = None
+    synchronization: str | None = None
+    """What pushes and pulls cost, as a sentence; null: gradients are averaged in every step."""

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.programs import free_port
 from tests.waiting import until
 
@@ -17,7 +19,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "howto" / "push-pull.md"
 
 def test_the_pages_commands(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    commands, _ = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     for port in ("7700", "7701"):
         assert port in commands
@@ -44,6 +46,29 @@ def test_the_pages_commands(tmp_path: Path) -> None:
         "layer-00002.pt",
         "ledger.json",
     }
+
+
+@pytest.mark.exhaustive
+def test_the_pages_job(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (jobs,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    _, commands = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "jobs.yaml").write_text(jobs)
+    (tmp_path / "cluster.yaml").write_text("nodes: [{name: a, slots: 2, kind: cpu}]\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PIPOLLUX_STATE_DIR": str(tmp_path / "state")}
+    serve = ["pipollux", "serve", "--cluster", "cluster.yaml", "--port", "0"]
+    scheduler = subprocess.Popen(serve, cwd=tmp_path, env=environment)
+    try:
+        until(lambda: (tmp_path / "state" / "admin.token").exists(), "the scheduler serves")
+        ran = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=environment, timeout=240)
+        assert ran.returncode == 0
+    finally:
+        scheduler.terminate()
+        assert scheduler.wait(60) == 0
+    (kept,) = (tmp_path / "state" / "jobs" / "slow-links" / "checkpoints").glob("**/servers")
+    assert (kept / "ledger.json").exists()
 
 
 def _members(group: int) -> list[str]:

@@ -120,6 +120,11 @@ class KubernetesEngine(Engine):
                 f"job '{spec.name}': script: is missing; the kubernetes backend starts it in the "
                 f"image '{spec.image}' itself: give the path of a Python script in that image"
             )
+        if spec.servers and self.even:
+            raise SpecError(
+                f"job '{spec.name}': servers: {spec.servers} cannot run with TrainJobs, whose pods "
+                "are all alike; serve with --via pod, or leave it out"
+            )
         if spec.run_as is not None:
             raise SpecError(
                 f"job '{spec.name}': run_as: '{spec.run_as}' is of no use with the kubernetes "
