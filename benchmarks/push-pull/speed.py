@@ -153,6 +153,22 @@ def _within(name: str, command: list[str]) -> list[str]:
     return ["ip", "netns", "exec", name, *command]
 
 
+def compare_straggler(rate: float, number: int, seconds: float) -> None:
+    """Print what a replica and one three times slower do alone, and together."""
+    every = {"sync_every": 100, "fragments": 4, "overlap": 24}
+    alone = [measure(rate, every, seconds, [slow])[0] for slow in (1.0, 3.0)]
+    contestants: dict[str, dict[str, object] | None] = {
+        "all-reduce per step": None,
+        "H = 100, P = 4, τ = 24, s = 0": every,
+        "the same, s = 2": {**every, "max_staleness": 2},
+    }
+    for name, options in contestants.items():
+        found = measure(rate, options, seconds, [1.0, 3.0])
+        ratio = sum(found) / sum(alone)
+        shown = ", ".join(f"{x:.1f}" for x in (*alone, *found))
+        print(f"| {rate:g} Mbit/s | {number} | {name} | {ratio:.3f} | {shown} |", flush=True)
+
+
 def main() -> None:
     """Measure all contestants in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -173,7 +189,12 @@ def main() -> None:
         "H = 100, P = 4, τ = 24": dict(every),
         "H = 100, P = 4, τ = 24, int8": {**every, "compression": "int8"},
     }
-    slow = [1.0, 3.0] if given.straggler else [1.0, 1.0]
+    if given.straggler:
+        for rate in given.rates:
+            for number in range(given.rounds):
+                compare_straggler(rate, number, given.seconds)
+        return
+    slow = [1.0, 1.0]
     for rate in given.rates:
         for number in range(given.rounds):
             for name, options in contestants.items():

@@ -306,3 +306,22 @@ def test_why_its_team_lets_it_have_no_more(tmp_path: Path, team: dict[str, int],
         limits = explanation(store, store.job("toy")).limits
         assert [limit.text for limit in limits if limit.kind is LimitKind.TEAM] == [says]
         assert LimitKind.NOT_WORTH_IT not in [limit.kind for limit in limits]
+
+
+def test_what_pushes_and_pulls_cost(tmp_path: Path) -> None:
+    """Nothing is said of a job that averages gradients in every step."""
+    with Store(tmp_path / "pipollux.db", create=True) as store:
+        serve_nodes(store, a=2, b=2)
+        spec = JobSpec(name="pp", script="x.py", servers=1, max_replicas=4)
+        store.submit("pp", spec.model_dump(mode="json"), "token", 3)
+        store.transition("pp", Allocate(["a", "b"], "free"))
+        store.add_report("pp", 1, [point(1)])
+        store.put_hints("pp", 1, HINTS)
+        assert explanation(store, store.job("pp")).synchronization is None
+        perf = {**PERF, "alpha_n": 8.0, "sync_every": 100}
+        store.put_hints("pp", 1, {**HINTS, "perfParams": perf})
+        said = explanation(store, store.job("pp")).synchronization
+    share = 0.08 / (0.08 + 0.021 + 32 * 0.0046)
+    assert said is not None
+    assert said.startswith("Replicas push and pull every 100 steps: 8 s each time")
+    assert f"waits for {share:.1%} of the time" in said
