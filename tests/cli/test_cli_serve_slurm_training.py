@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,33 @@ def test_replicas_of_a_job_are_placed_unevenly(
     assert sorted(nodes.values()) == [1, 2]
     assert (details.failures, details.attempt) == (0, 1)
     assert fault(state_dir.checkpoints("digits"), NUM_EPOCHS) is None
+
+
+def test_replicas_push_and_pull_over_the_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repository: Path
+) -> None:
+    """With a server on each of two hosts, by the page's script."""
+    require_slurm()
+    page = (repository / "docs" / "howto" / "push-pull.md").read_text()
+    (text,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    state_dir = StateDir(tmp_path / "state")
+    with Hosts(2) as hosts, SlurmCluster(hosts, gpus=0) as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        address = (f"--host={hosts.gateway}", f"--port={free_port(hosts.gateway)}")
+        sizes = {"servers": 2, "min_replicas": 2, "max_replicas": 2, "resources": {"cpus": 10}}
+        job = JobSpec.model_validate({"name": "digits", "script": str(script), **sizes})
+        with serving(state_dir, *address, "--nodes=2", "--time=60"):
+            with Client.of(state_dir) as client:
+                client.submit(job)
+            details = until(lambda: is_complete(state_dir))
+            logs = [state_dir.log("digits", 1, replica).read_text() for replica in (0, 1)]
+    assert (details.failures, details.attempt) == (0, 1)
+    places = [re.findall(r"pipollux server (\d) of 2: ([0-9.]+):", log) for log in logs]
+    assert [index for ((index, _),) in places] == ["0", "1"]
+    assert len({host for ((_, host),) in places}) == 2
+    assert "127.0.0.1" not in str(places)
+    kept = state_dir.checkpoints("digits") / "servers"
+    assert (kept / "ledger.json").exists()
