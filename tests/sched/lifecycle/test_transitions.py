@@ -12,6 +12,7 @@ from pipollux_sched.lifecycle import (
     Allocate,
     Cancel,
     Condition,
+    ElasticReady,
     Event,
     Exited,
     Expire,
@@ -39,6 +40,7 @@ from pipollux_sched.lifecycle import (
     Suspend,
     advance,
     backoff,
+    can_survive,
 )
 
 AB, B = ("a", "b"), ("b",)
@@ -324,3 +326,26 @@ def test_failures_are_forgiven_once_a_attempt_has_trained_for_long() -> None:
     assert actions[-1] == RetryAfter(1, 1.0)
     idle, _ = advance(replace(state, training=False), BROKEN, now=1.0 + 600.0)
     assert idle.phase is Phase.FAILED, "it has trained nothing"
+
+
+SERVING, _ = advance(TRAINING, ElasticReady(1, None, fixed=1), 2.0)
+"""A server runs beside replica 0, which is on node a."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "elastic"), [(("a",), True), (("a", "b", "b"), True), (("b",), False)]
+)
+def test_a_replica_with_a_server_beside_it_stays_or_all_restart(
+    nodes: tuple[str, ...], elastic: bool
+) -> None:
+    _, actions = advance(SERVING, Allocate(nodes, "why"), 3.0)
+    record = next(one for one in actions if isinstance(one, Record))
+    assert record.data["elastic"] is elastic
+    why = "a server runs beside a replica that would leave"
+    assert record.data["why_restart"] == (None if elastic else why)
+
+
+def test_others_go_on_without_a_lost_replica_unless_a_server_ran_beside_it() -> None:
+    assert can_survive(SERVING, [1])
+    assert not can_survive(SERVING, [0])
+    assert not can_survive(SERVING, [0, 1])
