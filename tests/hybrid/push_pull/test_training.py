@@ -241,3 +241,52 @@ def test_where_each_stage_has_a_process() -> None:
     for _, state in found:
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def train_mixed(scales: bool) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Train a replica in float32 under autocast, as with AMP; return what `train` does."""
+    pipollux.init_process_group("gloo")
+    model = make_model().float()
+    optimizer = make_optimizer(model, "adamw")
+    options = pipollux.PushPull(
+        sync_every=5, outer_optimizer=pipollux.OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+    )
+    wrapped = pipollux.HybridParallel(model, optimizer, num_microbatches=1, synchronization=options)
+    data = TensorDataset(torch.arange(SAMPLES), *(x.float() for x in make_data()))
+    scaler = pipollux.GradScaler("cpu", enabled=scales)
+    steps: list[list[int]] = []
+    for _ in pipollux.remaining_epochs_until(1):
+        for indices, inputs, targets in pipollux.AdaptiveDataLoader(data, batch_size=BATCH):
+            mixed_step(wrapped, optimizer, scaler, inputs, targets)
+            steps.append(indices.tolist())
+    return steps, {name: x.detach().clone() for name, x in wrapped.state_dict().items()}
+
+
+def mixed_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    inputs: Tensor,
+    targets: Tensor,
+) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_mixed_precision(scales: bool) -> None:
+    """Servers that add a replica's changes leave it with what the plain loop has."""
+    with servers(1) as running:
+        ((steps, found),) = run_replicas(train_mixed, 1, scales, environment=running.environment())
+    model = make_model().float()
+    optimizer, scaler = make_optimizer(model, "adamw"), torch.amp.GradScaler("cpu", enabled=scales)
+    inputs, targets = (x.float() for x in make_data())
+    for taken in steps:
+        mixed_step(model, optimizer, scaler, inputs[taken], targets[taken])
+    for name, value in model.state_dict().items():
+        # Adding a change to what it was taken from rounds, and bfloat16 makes more of it.
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
