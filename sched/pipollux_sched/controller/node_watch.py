@@ -65,7 +65,7 @@ class NodeWatch:
     def _list(self, nodes: Mapping[str, Node]) -> bool:
         specs = {name: node.spec.model_dump(mode="json") for name, node in nodes.items()}
         for name, node in nodes.items():
-            specs[name]["slots"] = node.slots
+            specs[name]["slots"] = max(node.slots, 1)  # the record's own number may be 0
         if specs == self._listed:
             return False
         self._store.set_nodes(

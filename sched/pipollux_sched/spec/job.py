@@ -149,6 +149,9 @@ class NodeSpec(Spec):
     """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
     draining: bool = Field(default=False, description="true or false")
     """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
+    single_stage: bool = Field(default=False, description="true or false")
+    """Whether replicas with several stages cannot run on the node: its slots are MIG slices, and a
+    process sees one of them. The local backend finds this out itself."""
 
 
 class ClusterSpec(Spec):
