@@ -37,11 +37,14 @@ _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """The first one exists on machines with a GPU of NVIDIA, the second one with one of AMD."""
 
 
-def this_machine() -> ClusterSpec:
+def this_machine(cpu_slots: int = 0) -> ClusterSpec:
     """Describe this machine as a cluster: one node with a slot for each GPU, else for each CPU.
 
     MIG slices are slots, too, of a node of their own if there are also GPUs that are not in MIG
-    mode. `BackendError`: there are GPUs, but the driver does not list them.
+    mode. `cpu_slots`: see `NodeSpec`.
+
+    `BackendError`: there are GPUs, but the driver does not list them; or there are `cpu_slots` and
+    no GPUs, or too few CPUs.
 
     Example:
         >>> this_machine().nodes[0].slots >= 1
@@ -56,22 +59,37 @@ def this_machine() -> ClusterSpec:
             f"{inventory.error}; repair it, or set {VISIBLE} to an empty text to use the CPUs"
         )
     usable = usable_gpus(inventory)
+    if not usable and cpu_slots:
+        raise BackendError(
+            f"{cpu_slots} CPU slots cannot lie beside GPUs: this machine has none that may be "
+            "used, and each of its CPUs is a slot already"
+        )
+    if cpu_slots >= cpus:
+        raise BackendError(
+            f"{cpu_slots} CPU slots leave none of {cpus} CPUs to jobs on the GPUs; ask for fewer"
+        )
     if not usable:
         return ClusterSpec(
             nodes=(NodeSpec(name=name, slots=cpus, kind="cpu", cpus=cpus, memory=memory),)
         )
     slices = sum(map(is_slice, usable))
     parts = {name: len(usable) - slices, f"{name}-mig" if slices < len(usable) else name: slices}
-    nodes = [
-        NodeSpec(
-            name=part,
-            slots=slots,
-            cpus=max(cpus * slots // len(usable), 1),
-            memory=memory * slots // len(usable),
+    parts = {part: slots for part, slots in parts.items() if slots}
+    rest = cpus - cpu_slots, memory * (cpus - cpu_slots) // cpus
+    beside = cpu_slots, memory - rest[1]  # of the first node
+    nodes = []
+    for part, slots in parts.items():
+        cpus_of, memory_of = (max(amount * slots // len(usable), 1) for amount in rest)
+        nodes.append(
+            NodeSpec(
+                name=part,
+                slots=slots,
+                cpus=cpus_of + beside[0],
+                memory=memory_of + beside[1],
+                cpu_slots=beside[0],
+            )
         )
-        for part, slots in parts.items()
-        if slots
-    ]
+        beside = 0, 0
     return ClusterSpec(nodes=tuple(nodes))
 
 

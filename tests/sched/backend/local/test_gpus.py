@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipollux_sched.backend.base import BackendError, Launch, SlotAssignment
-from pipollux_sched.backend.local import local_gpus
+from pipollux_sched.backend.local import hardware, local_gpus
 from pipollux_sched.backend.local.attempt_folder import AttemptFolder, LocalPlacement
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.local.gpus.probe_process import GpuProbe
@@ -149,6 +149,30 @@ def test_the_variable_selects_among_the_drivers_gpus(
     nvml.set(gpu(0), gpu(1), gpu(2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert count_gpus() == count
+
+
+def test_cpu_slots_lie_beside_the_gpus_of_this_machine(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "count_cpus", lambda: 16)
+    nvml.set(gpu(0), gpu(1))
+    (plain,) = this_machine().nodes
+    gpus, cpus = this_machine(cpu_slots=4).nodes
+    assert (gpus.name, gpus.slots, gpus.cpus) == (plain.name, 2, 12)
+    assert (cpus.name, cpus.slots, cpus.beside) == (f"{plain.name}-cpu", 4, plain.name)
+    assert plain.memory is not None
+    assert gpus.memory is not None
+    assert cpus.memory is not None
+    assert cpus.memory == plain.memory // 4
+    assert gpus.memory + cpus.memory == plain.memory
+    nvml.set(gpu(0), gpu(1, mig=1), mig(0, 1))
+    found = [(node.slots, node.cpus, node.kind) for node in this_machine(cpu_slots=4).nodes]
+    assert found == [(1, 6, "gpu"), (4, 4, "cpu"), (1, 6, "gpu")]
+    with pytest.raises(BackendError, match="16 CPU slots leave none of 16 CPUs"):
+        this_machine(cpu_slots=16)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(BackendError, match="cannot lie beside GPUs: this machine has none"):
+        this_machine(cpu_slots=4)
 
 
 def test_indices_of_different_gpus_need_an_order(
