@@ -13,8 +13,8 @@ from pipollux_sched.store import StateDir
 
 from .cluster_file import VirtualNodes
 from .environment import STATE_DIR
-from .gpus import slots
-from .gpus.monitor import INTERVAL, DeviceState, GpuMonitor
+from .gpus import monitor, slots
+from .gpus.monitor import DeviceState, GpuMonitor
 from .gpus.probe_process import GpuProbe
 from .gpus.state import GpuReading
 from .hardware import VISIBLE, Inventory, find_gpus
@@ -25,7 +25,8 @@ _LOG = logging.getLogger(__name__)
 class LocalGpus:
     """The virtual nodes, and the GPUs of their slots.
 
-    GPUs are watched if their driver can be asked. Arguments and errors: see `VirtualNodes`.
+    GPUs are watched if their driver can be asked. Arguments and errors: see `VirtualNodes`;
+    `interval`: seconds between two readings, None: `monitor.INTERVAL`.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class LocalGpus:
         state_dir: StateDir,
         *,
         probe: GpuProbe | None = None,
-        interval: float = INTERVAL,
+        interval: float | None = None,
     ) -> None:
         self._probe = probe or GpuProbe()
         self._monitor: GpuMonitor | None = None
@@ -55,18 +56,17 @@ class LocalGpus:
             self._probe,
             self._wanted(),
             lambda environment: environment.get(STATE_DIR) == place,
-            interval=interval,
+            interval=monitor.INTERVAL if interval is None else interval,
         )
         self._monitor.start(self._first)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes; slots on whose GPUs nothing must be started are left out."""
         nodes = self._nodes.nodes()
-        monitor = self._monitor
-        if monitor is None:
+        if self._monitor is None:
             return nodes
-        monitor.wanted = self._wanted()
-        states = monitor.states
+        self._monitor.wanted = self._wanted()
+        states = self._monitor.states
         if self._shown is None or self._shown[0] is not nodes or self._shown[1] is not states:
             self._shown = nodes, states
             before, self._present = self._present, self._with_states(nodes, states)

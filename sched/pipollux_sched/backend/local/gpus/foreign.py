@@ -66,9 +66,9 @@ class ForeignUse:
         if foreign:
             more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             self._last[uuid] = f"{foreign[0]}{more}", now
-        said, since = self._last.get(uuid, ("", now))
-        if now >= since + RETURN_AFTER:
-            del self._last[uuid]
+        said, at = self._last.get(uuid, ("", now))
+        if not foreign and now >= at + RETURN_AFTER:
+            self._last.pop(uuid, None)
             return ""
         return said
 
