@@ -112,5 +112,13 @@ def test_replicas_with_several_stages_stay_off_mig_slices() -> None:
     assert "needs 2 slots and 2 multi-stage slots on one node" in str(reason)
 
 
-def test_a_node_may_have_no_usable_slot() -> None:
-    assert node_info(NodeSpec(name="a", slots=8), 0).resources["slots"] == 0
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_node_may_have_no_usable_slot(policy: str) -> None:
+    """All its GPUs are left out."""
+    none = {"a": node_info(NodeSpec(name="a", slots=8), 0)}
+    assert none["a"].resources["slots"] == 0
+    for nodes in (none, {**none, "b": node_info(NodeSpec(name="b", slots=2))}):
+        jobs = {"x": job_info(job("x", requested_replicas=2), None, age=100.0, nodes=nodes)}
+        found, _ = make_policy(policy).optimize(jobs, nodes, {}, node_template(nodes))
+        assert "a" not in found.get("x", ())
+        assert bool(found.get("x")) is (len(nodes) == 2)

@@ -51,8 +51,8 @@ def assign(
     spare = [uuid for uuid in dict.fromkeys(present) if uuid not in taken]
     for node, slots in wanted.items():
         row = rows[node]
-        for place, uuid in enumerate(row):
-            if uuid not in there and spare and _filled(row, there) < slots:
+        for place, kept in enumerate(row):
+            if kept not in there and spare and _filled(row, there) < slots:
                 row[place] = spare.pop(0)
         number = min(slots - _filled(row, there), len(spare))
         row += [spare.pop(0) for _ in range(max(number, 0))]
