@@ -28,7 +28,7 @@ class DeviceRecords:
         """Return the devices by node; old ones without their use."""
         with self._database.read() as session:
             text = session.scalar(select(MetaRow.value).where(MetaRow.key == _LATEST))
-        found = {"time": 0.0, "nodes": {}} if text is None else json.loads(text)
+        found: dict[str, Any] = {"time": 0.0, "nodes": {}} if text is None else json.loads(text)
         nodes: dict[str, list[dict[str, Any]]] = found["nodes"]
         if self._clock() > found["time"] + FRESH:
             unknown = dict.fromkeys(_USE)

@@ -43,26 +43,19 @@ class LocalGpus:
         self._held: dict[ReplicaKey, frozenset[str]] = {}
         self._shown: tuple[Mapping[str, Node], Mapping[str, DeviceState] | None] | None = None
         self._present: Mapping[str, Node] = {}
-        place = str(state_dir.path)
+        self._place = str(state_dir.path)
+        self._interval = monitor.INTERVAL if interval is None else interval
         try:
             self._nodes = VirtualNodes(cluster, state_dir.path / slots.FILE_NAME, self._inventory)
+            self._watch()
         except BaseException:
             self._probe.close()
             raise
-        if self._first is None:  # there are no GPU nodes, or the driver cannot be asked
-            self._probe.close()
-            return
-        self._monitor = GpuMonitor(
-            self._probe,
-            self._wanted(),
-            lambda environment: environment.get(STATE_DIR) == place,
-            interval=monitor.INTERVAL if interval is None else interval,
-        )
-        self._monitor.start(self._first)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes; slots on whose GPUs nothing must be started are left out."""
         nodes = self._nodes.nodes()
+        self._watch()
         if self._monitor is None:
             return nodes
         self._monitor.wanted = self._wanted()
@@ -102,6 +95,22 @@ class LocalGpus:
         """End the watch."""
         if self._monitor is not None:
             self._monitor.stop()
+
+    def _watch(self) -> None:
+        """Begin to watch the GPUs once there are GPU nodes, and their driver can be asked."""
+        if self._monitor is not None:
+            return
+        if self._first is None:
+            self._probe.close()
+            return
+        self._monitor = GpuMonitor(
+            self._probe,
+            self._wanted(),
+            lambda environment: environment.get(STATE_DIR) == self._place,
+            interval=self._interval,
+        )
+        self._publish_held()
+        self._monitor.start(self._first)
 
     def _publish_held(self) -> None:
         if self._monitor is not None:

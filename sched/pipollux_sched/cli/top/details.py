@@ -107,6 +107,7 @@ class NodeScreen(_Details):
                 Text(f"{count(node.slots, 'slot')} of kind {node.kind}, {node.free} free; {about}"),
                 Text(),
                 table if node.jobs else Text("No job holds a slot of it.", style="dim"),
-                *([] if devices is None else [Text(), devices]),
+                Text(),
+                devices or Text(),
             )
         )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import psutil
 import pytest
@@ -227,6 +228,25 @@ def test_a_gpu_with_a_foreign_process_is_left_out_unless_a_job_holds_it(
         nvml.set(gpu(0), process(pid), gpu(1))
         until(lambda: 0 in gpus.nodes()["a"].left_out, "it is on the other one now")
         assert gpus.nodes()["a"].slots == 1
+    finally:
+        gpus.close()
+
+
+def test_gpus_are_watched_once_a_node_has_some(
+    nvml: FakeNvml, state_dir: StateDir, tmp_path: Path
+) -> None:
+    nvml.set(gpu(0, ecc=1))
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes:\n  - {name: c, slots: 1, kind: cpu}\n")
+    gpus = LocalGpus(file, state_dir, interval=0.02)
+    try:
+        assert gpus.devices() == {}
+        aside = tmp_path / "new.yaml"
+        aside.write_text(file.read_text() + "  - {name: a, slots: 1}\n")
+        aside.replace(file)
+        assert gpus.nodes()["a"].slots == 0
+        nvml.set(gpu(0))
+        until(lambda: gpus.nodes()["a"].slots == 1, "it is healthy again")
     finally:
         gpus.close()
 
