@@ -41,7 +41,7 @@ class VirtualNodes:
         self._signature = self._sign()
         saved = {} if table is None else slots.load(table)
         self._nodes, self.devices = self._read(cluster, saved)
-        self._keep()
+        self._keep(self.devices)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the nodes by name."""
@@ -66,8 +66,12 @@ class VirtualNodes:
                 ", ".join(moved),
             )
             return
+        try:
+            self._keep(devices)
+        except OSError as error:
+            _LOG.warning("the nodes stay as they are: %s", error)
+            return
         self._nodes, self.devices = nodes, devices
-        self._keep()
 
     def _read(
         self, cluster: ClusterSpec | Path, saved: Mapping[str, Sequence[str]]
@@ -85,9 +89,9 @@ class VirtualNodes:
         nodes = {node.name: _with_gpus(node, rows.get(node.name, ())) for node in found.nodes}
         return nodes, Devices(nodes, rows, in_pci_order=inventory.in_pci_order)
 
-    def _keep(self) -> None:
-        if self._table is not None and self.devices.gpus:
-            slots.save(self._table, self.devices.gpus)
+    def _keep(self, devices: Devices) -> None:
+        if self._table is not None and devices.gpus:
+            slots.save(self._table, devices.gpus)
 
     def _sign(self) -> tuple[int, int] | None:
         try:

@@ -20,14 +20,15 @@ import psutil
 from pipollux_sched.backend.base import BackendError
 from pipollux_sched.spec.job import ClusterSpec, NodeSpec
 
+from .gpus.probe import NO_PACKAGE
 from .gpus.probe_process import GpuProbe
 from .gpus.state import GpuReading, GpuState, MigSlice
 from .gpus.visible import entry_kind, index_of, select
 
 _LOG = logging.getLogger(__name__)
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-_NO_DRIVER = (9, 12)
-"""NVML's errors DRIVER_NOT_LOADED and LIBRARY_NOT_FOUND."""
+_NOT_ASKED = (9, 12, NO_PACKAGE)
+"""NVML's errors DRIVER_NOT_LOADED and LIBRARY_NOT_FOUND, and where there is no NVML."""
 TIMEOUT = 10.0
 """Timeout in seconds of NVIDIA's tools."""
 TORCH_TIMEOUT = 120.0
@@ -153,13 +154,11 @@ def find_gpus(probe: GpuProbe | None = None) -> Inventory:
         finally:
             if probe is None:
                 asked.close()
-        if reading.code not in _NO_DRIVER:
+        if reading.code not in _NOT_ASKED:
             return Inventory(reading.gpus, reading=reading)
-        why = f"NVIDIA's library of the driver cannot be used ({reading.error})"
+        why = f"their driver cannot be asked ({reading.error})"
     if _DEVICE_FILES[0].exists():
-        _LOG.warning(
-            "this machine has NVIDIA GPUs, and %s; until then their health and use are unknown", why
-        )
+        _LOG.warning("this machine has NVIDIA GPUs, and %s; their health and use are unknown", why)
     program = shutil.which("nvidia-smi")
     if program is not None:
         return Inventory(_listed(_run([program, "--list-gpus"], TIMEOUT)))

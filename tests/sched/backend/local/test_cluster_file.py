@@ -41,6 +41,21 @@ def test_nodes_are_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         VirtualNodes(tmp_path / "no-cluster.yaml")
 
 
+def test_a_table_that_cannot_be_written_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = tuple(GpuState(index=index, uuid=f"GPU-{index}") for index in range(2))
+    path, table = tmp_path / "cluster.yaml", tmp_path / "gpus.json"
+    write(path, "name: a, slots: 1")
+    nodes = VirtualNodes(path, table, lambda: Inventory(gpus))
+    table.unlink()
+    table.mkdir()
+    write(path, "name: a, slots: 2")
+    assert nodes.nodes()["a"].slots == 1
+    assert "the nodes stay as they are" in caplog.text
+
+
 def test_gpus_stay_with_their_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

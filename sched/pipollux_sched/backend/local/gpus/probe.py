@@ -7,7 +7,7 @@ input, a JSON list with the indices of GPUs to leave out, it writes one line of 
     {"begin": 0}           the GPU with index 0 is read from now on
     {"gpu": {...}}         its state: see `_gpu`
     {"end": true}          that was all
-    {"error": "...", "code": 9}    or: nothing can be read; an NVML error code, or null
+    {"error": "...", "code": 9}    or: nothing can be read; an NVML error code, or `NO_PACKAGE`
 
 The library is initialized for each reading only: a process that uses it keeps an administrator
 from resetting a GPU. This file runs as a program, and imports nothing else, to start quickly.
@@ -23,6 +23,7 @@ from typing import Any
 GONE = (15, 16, 28, 999)
 """NVML's errors GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND and UNKNOWN, about the GPU itself. Other
 ones mean that this GPU, driver or user lacks the answer."""
+NO_PACKAGE = -1
 _NO_PERMISSION = 4
 _DOUBLE_BIT_CAUSES = (0, 1)
 _UNCORRECTED, _VOLATILE = 1, 0
@@ -38,7 +39,7 @@ def main() -> None:
         pynvml, missing = None, str(error)
     for line in sys.stdin:
         if pynvml is None:
-            _write(error=f"the package nvidia-ml-py is missing ({missing})", code=None)
+            _write(error=f"the package nvidia-ml-py is missing ({missing})", code=NO_PACKAGE)
             continue
         try:
             _read(pynvml, set(json.loads(line)))

@@ -73,7 +73,8 @@ class GpuProbe:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 self.close()
-                return GpuReading(error=f"the state of the GPUs cannot be read: {error}")
+                why = f"the process that asks the driver has failed: {error}"
+                return GpuReading(error=why, code=probe.NO_PACKAGE)
             found += [GpuState(index=index, problem=SILENT) for index in self._silent]
             found.sort(key=lambda gpu: gpu.index)
             return GpuReading(gpus=tuple(found), silent=tuple(sorted(self._silent)))

@@ -104,7 +104,7 @@ class GpuReading:
     error: str = ""
     """Why nothing could be read; empty: it could."""
     code: int | None = None
-    """NVML's error code, if it was an error of NVML."""
+    """NVML's error code; `probe.NO_PACKAGE`: NVML was not even asked; None: it does not answer."""
 
 
 def _problems(data: Mapping[str, Any]) -> Iterator[str]:
