@@ -23,11 +23,20 @@ from pipollux_sched.store import StateDir
 pytestmark = pytest.mark.gpu
 
 SEEN = """
-import torch
-for index in range(torch._C._cuda_getDeviceCount()):
-    print("GPU-" + str(torch.cuda.get_device_properties(index).uuid))
+import ctypes, sys, uuid
+cuda, count, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
+number = (ctypes.c_ubyte * 16)()
+NO_DEVICE = 100
+status = cuda.cuInit(0)
+if status == NO_DEVICE:
+    sys.exit()
+assert status == cuda.cuDeviceGetCount(ctypes.byref(count)) == 0, status
+for index in range(count.value):
+    assert cuda.cuDeviceGet(ctypes.byref(device), index) == 0
+    assert cuda.cuDeviceGetUuid(number, device) == 0
+    print(f"GPU-{uuid.UUID(bytes=bytes(number))}")
 """
-"""What CUDA itself sees: `torch.cuda.device_count` reads the variable by itself."""
+"""What CUDA itself sees; torch reads the variable, too, and would not ask CUDA."""
 
 
 @pytest.fixture
@@ -63,10 +72,11 @@ def cuda_sees(value: str | None) -> list[str]:
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     if value is not None:
         environment["CUDA_VISIBLE_DEVICES"] = value
+    command = [sys.executable, "-I", "-S", "-c", SEEN]
     done = subprocess.run(
-        [sys.executable, "-c", SEEN], env=environment, capture_output=True, text=True, timeout=240
+        command, env=environment, capture_output=True, text=True, timeout=240, check=True
     )
-    return done.stdout.split() if done.returncode == 0 else []
+    return done.stdout.split()
 
 
 FORMS = [None, "", "-1", "0", "0,-1", "0,99,0", "99", "0,0", "{uuid}", "{start}", "{uuid},{uuid}"]
