@@ -62,7 +62,13 @@ def job(name: str, **more: object) -> JobSpec:
     return JobSpec.model_validate(given)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name == "pollux" else name
+        for name in sorted(POLICIES)
+    ],
+)
 def test_every_policy_keeps_jobs_on_their_device(policy: str) -> None:
     """Also those that name none stay off the CPU slots; nobody asks for more than there is."""
     specs = [job("cpu", device="cpu", requested_replicas=8), job("gpu", device="gpu"), job("any")]

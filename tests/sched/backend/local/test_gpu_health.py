@@ -32,42 +32,47 @@ def probe() -> Iterator[GpuProbe]:
     found.close()
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        (HEALTHY, ""),
-        # A consumer's GPU, or a virtual one: nothing is supported, and nothing speaks against it.
-        (dict.fromkeys((*HEALTHY, "used", "util", "processes", "mig"), -3), ""),
-        # Without permission, or with an old driver that lacks the function.
-        (dict.fromkeys(HEALTHY, -4), ""),
-        (dict.fromkeys(HEALTHY, -13), ""),
-        ({"ecc": 1}, "1 uncorrectable ECC error since its last reset"),
-        ({"ecc": 2}, "2 uncorrectable ECC errors since its last reset"),
-        ({"remap_pending": 1}, "a row of its memory waits to be remapped: it needs a reset"),
-        ({"remap_failed": 1}, "a row of its memory could not be remapped: it has to be replaced"),
-        ({"pending_pages": 1}, "a page of its memory waits to be retired: it needs a reset"),
-        ({"retired": 59}, ""),
-        ({"retired": 60}, "60 retired pages: it has to be replaced"),
-        ({"recovery": 1}, "the driver says that it needs a reset"),
-        ({"recovery": 2}, "the driver says that it needs a reboot of the machine"),
-        ({"recovery": 3}, ""),
-        ({"lost": 15}, "it does not work (GPU is lost)"),
-        ({"handle": 15}, "it does not work (GPU is lost)"),
-        ({"ecc": -16}, "it does not work (GPU requires restart)"),
-        (
-            {"ecc": 1, "remap_pending": 1},
-            "1 uncorrectable ECC error since its last reset; a row of its memory waits to be "
-            "remapped: it needs a reset",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_gpu(
-    values: Mapping[str, int], problem: str, nvml: FakeNvml, probe: GpuProbe
-) -> None:
-    nvml.set(gpu(0, **values), gpu(1))
-    first, second = probe.read().gpus
-    assert (first.problem, second.problem) == (problem, "")
-    assert first.uuid == ("" if "handle" in values else uuid(0))
+CASES: list[tuple[Mapping[str, int], str]] = [
+    (HEALTHY, ""),
+    # A consumer's GPU, or a virtual one: nothing is supported, and nothing speaks against it.
+    (dict.fromkeys((*HEALTHY, "used", "util", "processes", "mig"), -3), ""),
+    # Without permission, or with an old driver that lacks the function.
+    (dict.fromkeys(HEALTHY, -4), ""),
+    (dict.fromkeys(HEALTHY, -13), ""),
+    ({"ecc": 1}, "1 uncorrectable ECC error since its last reset"),
+    ({"ecc": 2}, "2 uncorrectable ECC errors since its last reset"),
+    ({"remap_pending": 1}, "a row of its memory waits to be remapped: it needs a reset"),
+    ({"remap_failed": 1}, "a row of its memory could not be remapped: it has to be replaced"),
+    ({"pending_pages": 1}, "a page of its memory waits to be retired: it needs a reset"),
+    ({"retired": 59}, ""),
+    ({"retired": 60}, "60 retired pages: it has to be replaced"),
+    ({"recovery": 1}, "the driver says that it needs a reset"),
+    ({"recovery": 2}, "the driver says that it needs a reboot of the machine"),
+    ({"recovery": 3}, ""),
+    ({"lost": 15}, "it does not work (GPU is lost)"),
+    ({"handle": 15}, "it does not work (GPU is lost)"),
+    ({"ecc": -16}, "it does not work (GPU requires restart)"),
+    (
+        {"ecc": 1, "remap_pending": 1},
+        "1 uncorrectable ECC error since its last reset; a row of its memory waits to be "
+        "remapped: it needs a reset",
+    ),
+]
+"""How GPUs differ from a healthy one, and what is wrong with each."""
+
+
+def test_what_is_wrong_with_a_gpu(nvml: FakeNvml, probe: GpuProbe) -> None:
+    """All of them are in one machine, so that none hides what is wrong with another one."""
+    nvml.set(*(gpu(number, **values) for number, (values, _) in enumerate(CASES)))
+    found = probe.read().gpus
+    assert [(one.index, one.problem) for one in found] == [
+        (number, problem) for number, (_, problem) in enumerate(CASES)
+    ]
+    nameless = [number for number, (values, _) in enumerate(CASES) if "handle" in values]
+    assert [one.index for one in found if one.uuid == ""] == nameless
+    assert {one.uuid for one in found if one.uuid} == {
+        uuid(number) for number in range(len(CASES)) if number not in nameless
+    }
 
 
 def test_use_is_that_of_the_device(nvml: FakeNvml, probe: GpuProbe) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +16,8 @@ from pipollux_sched.backend.base import BackendError, Launch, SlotAssignment
 from pipollux_sched.backend.local import hardware, local_gpus
 from pipollux_sched.backend.local.attempt_folder import AttemptFolder, LocalPlacement
 from pipollux_sched.backend.local.engine import LocalEngine
-from pipollux_sched.backend.local.gpus.probe_process import GpuProbe
-from pipollux_sched.backend.local.gpus.slots import assign
+from pipollux_sched.backend.local.gpus.probe_process import MOST_STUCK, GpuProbe
+from pipollux_sched.backend.local.gpus.slots import assign, load
 from pipollux_sched.backend.local.gpus.state import GpuState, MigSlice
 from pipollux_sched.backend.local.gpus.visible import index_of, select
 from pipollux_sched.backend.local.hardware import count_gpus, this_machine
@@ -57,7 +59,7 @@ def by_torch(value: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [uuids[index] for index in indices]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_whole_gpus_are_visible_as_torch_says(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
     for entries in itertools.product(ENTRIES, repeat=length):
@@ -305,6 +307,29 @@ def test_a_gpu_that_blocks_the_driver_is_given_up(nvml: FakeNvml) -> None:
         probe.close()
 
 
+def test_a_driver_that_keeps_processes_is_not_given_more(nvml: FakeNvml) -> None:
+    """Even SIGKILL does not end a process in a call of a broken driver; others stand for these."""
+    now = [0.0]
+    probe = GpuProbe(timeout=0.5, retry_after=10.0, clock=lambda: now[0])
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as kept:
+        try:
+            hang(nvml)
+            assert probe.read().silent == (1,)
+            probe._stuck += [kept] * MOST_STUCK
+            now[0] = 20.0
+            nvml.set(gpu(0), gpu(1), gpu(2))
+            assert probe.read().silent == (1,), "it is not asked, and others are"
+            nvml.set("driver hang=1\n")
+            assert "did not answer within" in probe.read().error
+            nvml.set(gpu(0), gpu(1), gpu(2))
+            assert f"{MOST_STUCK} processes hang in it" in probe.read().error
+            kept.communicate(b"")
+            assert probe.read().silent == ()
+        finally:
+            probe.close()
+
+
 def broken(nvml: FakeNvml, problem: str) -> None:
     nvml.set("driver init=18\n" if problem == "driver" else "driver hang=1\n")
 
@@ -332,9 +357,10 @@ def test_a_scheduler_starts_with_a_broken_driver(
 def test_files_of_another_version_are_no_table(nvml: FakeNvml, state_dir: StateDir) -> None:
     nvml.set(gpu(0))
     table = state_dir.path / "gpus.json"
+    table.parent.mkdir(exist_ok=True, parents=True)
     for text in ("", "[]", '{"nodes": 1}', '{"nodes": {"a": 5}}'):
-        table.parent.mkdir(exist_ok=True, parents=True)
         table.write_text(text)
-        with engine_on(state_dir, a=1) as engine:
-            assert visible(engine, "a") == uuid(0)
+        assert load(table) == {}
+    with engine_on(state_dir, a=1) as engine:
+        assert visible(engine, "a") == uuid(0)
     assert uuid(0) in Path(table).read_text()

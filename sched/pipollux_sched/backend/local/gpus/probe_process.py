@@ -21,7 +21,8 @@ TIMEOUT = 10.0
 RETRY_AFTER = 300.0
 """Seconds after which a GPU that did not answer is asked again."""
 MOST_STUCK = 3
-"""Number of processes that even SIGKILL did not end, after which no further one is started."""
+"""Number of processes that even SIGKILL did not end, with which nothing is asked again that blocked
+one: the driver would keep ever more of them."""
 SILENT = "the driver does not answer about it"
 
 
@@ -44,17 +45,20 @@ class GpuProbe:
         self._stuck: list[subprocess.Popen[bytes]] = []
         self._silent: dict[int, float] = {}
         """When each GPU that does not answer was last asked."""
+        self._blocked = False
+        """Whether the last initialization of the driver did not return."""
 
     def read(self) -> GpuReading:
         """Return the state of all GPUs; those that block the driver are reported as silent."""
-        now = self._clock()
-        self._silent = {i: at for i, at in self._silent.items() if now < at + self._retry_after}
+        self._stuck = [one for one in self._stuck if one.poll() is None]
+        if len(self._stuck) < MOST_STUCK:
+            now = self._clock()
+            self._silent = {i: at for i, at in self._silent.items() if now < at + self._retry_after}
+        elif self._blocked:
+            return GpuReading(
+                error=f"the driver does not answer: {len(self._stuck)} processes hang in it"
+            )
         while True:
-            self._stuck = [one for one in self._stuck if one.poll() is None]
-            if len(self._stuck) >= MOST_STUCK:
-                return GpuReading(
-                    error=f"the driver does not answer: {len(self._stuck)} processes hang in it"
-                )
             found: list[GpuState] = []
             begun: int | None = None
             try:
@@ -67,6 +71,7 @@ class GpuProbe:
                         found.append(GpuState.from_json_object(message["gpu"]))
             except TimeoutError:
                 self.close()
+                self._blocked = begun is None
                 if begun is None:
                     return GpuReading(error=f"the driver did not answer within {self._timeout:g} s")
                 self._silent[begun] = self._clock()
@@ -75,6 +80,7 @@ class GpuProbe:
                 self.close()
                 why = f"the process that asks the driver has failed: {error}"
                 return GpuReading(error=why, code=probe.NO_PACKAGE)
+            self._blocked = False
             found += [GpuState(index=index, problem=SILENT) for index in self._silent]
             found.sort(key=lambda gpu: gpu.index)
             return GpuReading(gpus=tuple(found), silent=tuple(sorted(self._silent)))
