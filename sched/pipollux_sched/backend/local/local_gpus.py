@@ -117,10 +117,9 @@ class LocalGpus:
             self._monitor.held = frozenset().union(*self._held.values())
 
     def _inventory(self) -> Inventory:
-        if self._monitor is not None and self._monitor.gpus:
-            # The executor's thread must not wait for the driver.
+        if self._monitor is not None:  # this thread must not wait for the driver
             gpus = self._monitor.gpus
-            return Inventory(gpus, reading=GpuReading(gpus=gpus))
+            return Inventory(gpus, reading=GpuReading(gpus=gpus, error=self._monitor.error))
         found = find_gpus(self._probe)
         self._first = found.reading
         return found
@@ -157,7 +156,7 @@ def describe(device: SlotDevice) -> str:
 
 def _device(slot: int, uuid: str, state: DeviceState | None) -> SlotDevice:
     if state is None:  # it has just become a slot
-        return SlotDevice(slot=slot, id=uuid)
+        return SlotDevice(slot=slot, id=uuid, problem="its state was not read yet")
     return SlotDevice(
         slot=slot,
         id=uuid,

@@ -256,6 +256,34 @@ def test_gpus_are_watched_once_a_node_has_some(
         gpus.close()
 
 
+def test_nodes_that_come_while_the_driver_fails_have_no_gpus(
+    nvml: FakeNvml, state_dir: StateDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*names: str) -> None:
+        aside = tmp_path / "new.yaml"
+        aside.write_text("nodes:\n" + "".join(f"  - {{name: {n}, slots: 1}}\n" for n in names))
+        aside.replace(file)
+
+    file = tmp_path / "cluster.yaml"
+    write("a")
+    nvml.set(gpu(0), gpu(1), gpu(2, remap_pending=1))
+    LocalGpus(file, state_dir, interval=60.0).close()
+    nvml.set("driver init=999\n")
+    gpus = LocalGpus(file, state_dir, interval=0.02)
+    try:
+        write("a", "b")
+        assert gpus.nodes().keys() == {"a"}
+        assert "the driver of this machine does not list its GPUs" in caplog.text
+        nvml.set(gpu(0), gpu(1), gpu(2, remap_pending=1))
+        until(lambda: gpus.nodes()["a"].slots == 1, "the driver works again")
+        write("a", "b", "c")
+        assert gpus.nodes()["c"].slots == 0, "its state was not read yet, or needs a reset"
+        until(lambda: gpus.nodes()["b"].slots == 1, "it was read")
+        assert gpus.nodes()["c"].slots == 0
+    finally:
+        gpus.close()
+
+
 def test_the_processes_of_this_schedulers_jobs_are_not_foreign(
     nvml: FakeNvml, state_dir: StateDir
 ) -> None:

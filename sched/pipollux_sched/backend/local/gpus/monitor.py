@@ -110,6 +110,8 @@ class GpuMonitor:
         """The latest states, by UUID: a new mapping each time, so that readers need no lock."""
         self.gpus: tuple[GpuState, ...] = ()
         """All GPUs at the last reading that succeeded."""
+        self.error = ""
+        """Why none has succeeded yet; empty: one has."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipollux-gpus", daemon=True)
 
@@ -134,7 +136,9 @@ class GpuMonitor:
                 foreign = self._foreign.look(uuid, state.use.processes, held=uuid in held)
                 states[uuid] = replace(state, foreign=foreign)
         if not reading.error:
-            self.gpus = reading.gpus
+            self.gpus, self.error = reading.gpus, ""
+        elif not self.gpus:
+            self.error = reading.error
         self.states = states
 
     def _run(self) -> None:
