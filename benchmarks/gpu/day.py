@@ -98,9 +98,15 @@ TINY += ["--backend", "aot_eager"]
 PARTS = {
     "tests": Part(
         "`make test-gpu`, over gloo and NCCL",
-        pytest("tests/gpu", "--gpu", "-n", "5"),
+        pytest("tests/gpu", "--gpu", "-n", "5", "--ignore", "tests/gpu/test_nvml.py"),
         pytest("tests/hybrid/resize/test_device_groups.py", "-n", "2"),
         110,
+    ),
+    "nvml": Part(
+        "Slots, health and use of GPUs against `nvidia-smi` and CUDA",
+        pytest("tests/gpu/test_nvml.py", "--gpu"),  # alone: it compares memory and processes
+        [],
+        60,
     ),
     "scheduler": Part(
         "A job of `pipollux serve` that grows and shrinks over NCCL",

@@ -10,7 +10,8 @@ Seven threads share the work, and communicate only through the store:
 * `pipollux-forecasts` has jobs forecast by a process of its own (`.forecasting`);
 * `pipollux-events` passes events on to listeners (`.store.event_feed`).
 
-With autoscaling, `pipollux-expander` requests nodes.
+With autoscaling, `pipollux-expander` requests nodes. With GPUs on the local backend,
+`pipollux-gpus` reads their state.
 """
 
 from __future__ import annotations

@@ -58,11 +58,15 @@ class Cli:
         )
 
     def serve(
-        self, *args: str, cluster: str | None = "cluster.yaml", at: str = "http://127.0.0.1:"
+        self,
+        *args: str,
+        cluster: str | None = "cluster.yaml",
+        at: str = "http://127.0.0.1:",
+        serving: str = "Serving 2 nodes with 4 slots at",
     ) -> Forked:
         """Start a scheduler, and return when it answers `at` a URL that begins so."""
         file = ["--cluster", cluster] if cluster else []
-        serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
+        serving = serving if cluster else "Serving 1 node with"
         command = ["serve", *file, *args]
         server = Forked(self.program, command, self.environment, self.folder)
         self.servers.append(server)

@@ -303,6 +303,9 @@ def test_several_replicas_need_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
         make_loader()
     with pytest.raises(ConfigurationError, match=r"'nccl' and 'gloo' are allowed"):
         init_process_group("mpi")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5a")
+    with pytest.raises(ConfigurationError, match="NCCL does not support MIG slices"):
+        init_process_group("nccl")
 
 
 def make_loader() -> AdaptiveDataLoader[object]:

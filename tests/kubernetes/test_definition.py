@@ -43,6 +43,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "max_replicas": (8, 9),
     "requested_replicas": (3, 4),
     "gpu_type": ("a100", "h100"),
+    "device": ("gpu", "cpu"),
     "preemptible": (False, True),
     "team": ("vision", "text"),
     "user": ("ana@example.org", "bo"),

@@ -7,6 +7,7 @@ pipeline). Without torchrun, which sets their ranks, a script is a job of one re
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -52,7 +53,7 @@ def init_process_group(
 
     Args:
         backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL if
-            there are CUDA devices, else gloo.
+            there are CUDA devices, else gloo. On MIG slices, which NCCL does not support, gloo.
         timeout: Seconds to wait for a slow replica, here and in every collective, unless
             ``PIPOLLUX_TIMEOUT`` is set. A lost host is detected sooner, after
             ``PIPOLLUX_HOST_TIMEOUT`` seconds.
@@ -62,7 +63,7 @@ def init_process_group(
 
     Raises:
         ConfigurationError: The environment is not that of torchrun, differs between replicas, or
-            the backend is unknown.
+            the backend is unknown, or NCCL on MIG slices.
         ConfigurationError: ``PIPOLLUX_RENDEZVOUS`` is set, and a scheduler runs the job, the
             backend is NCCL without ``PIPOLLUX_ELASTIC_NCCL``, or this attempt does not match the
             job in the folder: it has several replicas, or another number of processes per replica.
@@ -71,7 +72,13 @@ def init_process_group(
             checkpoints can be restored.
     """
     env = JobEnvironment.read(processes_per_replica=processes_per_replica)
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    on_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    chosen = backend or ("nccl" if torch.cuda.is_available() and not on_slice else "gloo")
+    if chosen == "nccl" and on_slice and env.world_size > 1:
+        raise ConfigurationError(
+            "backend='nccl': NCCL does not support MIG slices, on which this replica runs; leave "
+            "backend out, or give 'gloo'"
+        )
     if chosen not in ("nccl", "gloo"):
         raise ConfigurationError(f"backend={backend!r}: 'nccl' and 'gloo' are allowed")
     if env.world_size > 1 and not env.under_torchrun:

@@ -29,14 +29,29 @@ UNSTATED = 2**50
 """CPUs or memory of a node whose spec has no value: more than any job requests."""
 
 
+DEVICE_SLOTS: Mapping[str, str] = {"gpu": "gpu_slots", "cpu": "cpu_slots"}
+"""By kind of device: the resource that a node has as many of as slots, if these are of that kind.
+Only jobs that need a certain kind ask for it."""
+SIDE_SLOTS = "side_slots"
+"""The resource of nodes with CPU slots beside GPUs; no job asks for it."""
+WIDE_SLOTS = "wide_slots"
+"""The resource of nodes whose slots hold replicas with several stages."""
+
+
 def linear_speedup(num_nodes: Any, num_replicas: Any) -> Any:  # noqa: ARG001  # as every speedup function
     """Return the speedup of a job without hints: linear in its replicas."""
     return np.asarray(num_replicas, dtype=float)
 
 
-def node_info(spec: NodeSpec) -> NodeInfo:
-    """Convert a node to the policy's form."""
-    amounts = {"slots": spec.slots, "cpus": spec.cpus, "memory": spec.memory}
+def node_info(spec: NodeSpec, slots: int | None = None) -> NodeInfo:
+    """Convert a node to the policy's form; `slots`: those that may be used, None: all."""
+    usable = spec.slots if slots is None else slots
+    amounts = {"slots": usable, "cpus": spec.cpus, "memory": spec.memory}
+    amounts[DEVICE_SLOTS[spec.kind]] = usable
+    if spec.beside is not None:
+        amounts[SIDE_SLOTS] = usable
+    if not spec.single_stage:
+        amounts[WIDE_SLOTS] = usable
     return NodeInfo(
         {kind: UNSTATED if amount is None else amount for kind, amount in amounts.items()},
         spec.preemptible,
@@ -45,13 +60,25 @@ def node_info(spec: NodeSpec) -> NodeInfo:
     )
 
 
-def replica_resources(spec: JobSpec, num_stages: int | None = None) -> dict[str, int]:
-    """Return the resources of one replica of a job: K slots and its other requests."""
+def replica_resources(
+    spec: JobSpec, num_stages: int | None = None, nodes: Mapping[str, NodeInfo] | None = None
+) -> dict[str, int]:
+    """Return the resources of one replica of a job: K slots and its other requests.
+
+    `nodes`: those of its cluster, which determine the device of jobs that name none.
+    """
     stages = num_stages or spec.num_stages
+    device = spec.device
+    kinds = [node.resources for node in (nodes or {}).values()]
+    if device is None and any(SIDE_SLOTS in kind for kind in kinds):
+        device = "gpu"
+    restricted = [] if device is None else [DEVICE_SLOTS[device]]
+    if stages > 1 and not all(WIDE_SLOTS in kind for kind in kinds):
+        restricted.append(WIDE_SLOTS)
     whole, each = spec.resources, spec.resources_per_stage
     asked = {"cpus": whole.cpus + stages * each.cpus, "memory": whole.memory + stages * each.memory}
     others = {kind: amount for kind, amount in asked.items() if amount}
-    return {"slots": stages, **others}
+    return {"slots": stages, **dict.fromkeys(restricted, stages), **others}
 
 
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
@@ -82,6 +109,7 @@ def job_info(
     has_trained: bool = True,
     relatives: Sequence[float] = (),
     mean_jobs: float | None = None,
+    nodes: Mapping[str, NodeInfo] | None = None,
 ) -> JobInfo:
     """Convert a job to the policy's form.
 
@@ -102,13 +130,14 @@ def job_info(
         has_trained: whether the hints are its own, not inherited.
         relatives: declared numbers of samples of other jobs of its family.
         mean_jobs: number of unfinished jobs, averaged over its life; None: unknown.
+        nodes: see `replica_resources`.
     """
     said = hints_worth(spec, hints)
     hints = None if said.doubt else hints
     priority, preempts = (0, True) if teams is None else teams.priority_of(spec)
     own: SpeedupCallable = said.speedups.get(spec.num_stages, linear_speedup)
     return JobInfo(
-        resources=replica_resources(spec),
+        resources=replica_resources(spec, nodes=nodes),
         speedup_fn=own,
         creation_timestamp=created,
         min_replicas=spec.min_replicas,
@@ -121,7 +150,7 @@ def job_info(
         rescale_seconds=rescale_seconds,
         num_rescales=num_rescales,
         gpu_type=spec.gpu_type,
-        shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages)),
+        shapes=tuple(_further_shapes(spec, hints, said.speedups, num_stages, nodes)),
         attained_service=attained_service,
         mean_jobs=mean_jobs,
         allowed_replicas=spec.max_replicas,
@@ -148,6 +177,7 @@ def _further_shapes(
     hints: SchedHints | None,
     speedups: Mapping[int, SpeedupFunction],
     running: int | None,
+    nodes: Mapping[str, NodeInfo] | None,
 ) -> Iterator[ReplicaShape]:
     known: dict[int, SpeedupCallable] = {**speedups}
     if running is not None and running not in known:
@@ -155,7 +185,7 @@ def _further_shapes(
         found = hints_worth(spec, hints, (running,)).speedups
         known[running] = found.get(running, linear_speedup)
     for num_stages in sorted(known.keys() - {spec.num_stages}):
-        resources = replica_resources(spec, num_stages)
+        resources = replica_resources(spec, num_stages, nodes)
         yield ReplicaShape(num_stages, resources, known[num_stages], spec.gpu_type)
 
 
@@ -166,6 +196,9 @@ def shape_with(info: JobInfo, num_stages: int | None) -> ReplicaShape:
             return shape
     stages = num_stages or info.num_stages
     resources = {**info.resources, "slots": stages}
+    for kind in (*DEVICE_SLOTS.values(), WIDE_SLOTS):
+        if kind in resources:
+            resources[kind] = stages
     return ReplicaShape(stages, resources, linear_speedup, info.gpu_type)
 
 

@@ -203,7 +203,8 @@ def _spell_cut(shape: ReplicaShape, nodes: Sequence[str]) -> str:
 
 
 def _spell_resources(resources: Mapping[str, int]) -> str:
-    words = {"slots": "slot", "cpus": "cpu"}
+    words = {"slots": "slot", "cpus": "cpu", "gpu_slots": "GPU slot", "cpu_slots": "CPU slot"}
+    words |= {"wide_slots": "multi-stage slot"}
     parts = []
     for kind, amount in resources.items():
         if kind == "memory":

@@ -107,6 +107,7 @@ class SnapshotReader:
         )
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
         declared = declared_lengths(parsed)
+        present = present_nodes(store.nodes())
         candidates = []
         for job, (spec, believed) in zip(jobs, parsed, strict=True):
             if job.state.suspended:
@@ -134,6 +135,7 @@ class SnapshotReader:
                 history=history,
                 has_trained=believed is not None,
                 relatives=declared.get(family_name(spec), ()),
+                nodes=present,
             )
             may_be_ended = name in overdue and _may_be_ended(job.state)
             candidates.append(
@@ -153,7 +155,7 @@ class SnapshotReader:
             del self._parsed[gone]
         nodes = {
             name: replace(node, draining=node.draining or name in leaving)
-            for name, node in present_nodes(store.nodes()).items()
+            for name, node in present.items()
         }
         return Snapshot(
             # Pinned without nodes: it is stopping, and becomes a candidate when it has stopped.
@@ -186,6 +188,7 @@ class SnapshotReader:
             history=self._lengths.read(),
             has_trained=believed is not None,
             relatives=declared_lengths(parsed).get(family_name(spec), ()),
+            nodes=present_nodes(store.nodes()),
         )
         return SchedulableJob(spec.name, info, is_new=True, warm_start=warm_start)
 
@@ -222,7 +225,7 @@ def present_nodes(records: Mapping[str, NodeRecord]) -> dict[str, NodeInfo]:
     found = {}
     for name, record in records.items():
         if record.condition is not NodeCondition.DEAD:
-            node = node_info(NodeSpec.model_validate(record.spec))
+            node = node_info(NodeSpec.model_validate(record.spec), record.slots)
             draining = node.draining or record.condition is NodeCondition.DRAINING
             found[name] = replace(node, draining=draining)
     return found

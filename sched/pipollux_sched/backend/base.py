@@ -252,11 +252,34 @@ class Node:
     """True: an admin has closed it for new replicas."""
     reason: str = ""
     """Why it is not ready, or drains, in the cluster's words."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Slots on which nothing new must be started, and why."""
+    kept: frozenset[int] = frozenset()
+    """Those of them that a job holds, which may stay."""
 
     @property
     def slots(self) -> int:
         """Number of devices for replicas."""
-        return max(self.spec.slots - self.taken, 0)
+        return max(self.spec.slots - self.taken - len(self.left_out.keys() - self.kept), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotDevice:
+    """The device of a slot; None: unknown."""
+
+    slot: int
+    id: str
+    """Its UUID."""
+    index: int | None = None
+    """Of its GPU, in the order of PCI bus ids."""
+    name: str = ""
+    """Its type."""
+    utilization: float | None = None
+    """Share of the time in which it computes, from 0 to 1."""
+    memory_used: int | None = None
+    memory_total: int | None = None
+    problem: str = ""
+    """Why nothing must be started on it; empty: it is healthy and unused by others."""
 
 
 class JobActions(Protocol):
@@ -311,6 +334,10 @@ class Engine(ABC):
     @abstractmethod
     def nodes(self) -> Mapping[str, Node]:
         """Return the present nodes, by name; they come and go."""
+
+    def devices(self) -> Mapping[str, Sequence[SlotDevice]]:
+        """Return the devices of nodes whose state is known, by node; safe for any thread."""
+        return {}
 
     @abstractmethod
     def checkpoints(self, program: ReplicaProgram) -> str:

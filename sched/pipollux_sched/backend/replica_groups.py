@@ -26,6 +26,7 @@ from .base import (
     ReplicaProgram,
     ReplicaState,
     Signal,
+    SlotDevice,
 )
 from .cluster_watch import ClusterWatch
 from .replica_group import START_TIMEOUT, ReplicaGroup
@@ -67,6 +68,14 @@ def why_not_adopted(
     return None
 
 
+def _with_kept(node: Node, held: Collection[tuple[str, int]]) -> Node:
+    """Return a node with those of its left-out slots that are held: jobs may stay on them."""
+    if not node.left_out:
+        return node
+    kept = frozenset(slot for slot in node.left_out if (node.spec.name, slot) in held)
+    return replace(node, kept=kept)
+
+
 class ReplicaGroupManager:
     """Runs attempts of jobs on an engine.
 
@@ -92,7 +101,7 @@ class ReplicaGroupManager:
         self._grace = grace
         self._start_timeout = start_timeout
         self._cluster = ClusterWatch(engine, clock)
-        self._ledger = SlotLedger(self._cluster.slots)
+        self._ledger = SlotLedger(self._cluster.slots, self._cluster.left_out)
         self._seen = set(self._cluster.slots)
         """All present and past nodes."""
         self._running: dict[str, ReplicaGroup] = {}
@@ -117,7 +126,24 @@ class ReplicaGroupManager:
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the last known nodes."""
-        return self._cluster.nodes
+        nodes = self._cluster.nodes
+        if not any(node.left_out for node in nodes.values()):
+            return nodes
+        with self._lock:
+            held = self._ledger.held().keys()
+        return {name: _with_kept(node, held) for name, node in nodes.items()}
+
+    def devices(self) -> dict[str, list[tuple[SlotDevice, str | None]]]:
+        """Return the devices of nodes whose state is known, each with the job that holds it."""
+        devices = self._engine.devices()
+        if not devices:
+            return {}
+        with self._lock:
+            held = self._ledger.held()
+        return {
+            name: [(device, held.get((name, device.slot))) for device in row]
+            for name, row in devices.items()
+        }
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots of each node."""
@@ -202,7 +228,7 @@ class ReplicaGroupManager:
         listing = self._cluster.listing()
         with self._lock:
             if looked:
-                self._ledger.resize(self._cluster.slots)
+                self._ledger.resize(self._cluster.slots, self._cluster.left_out)
                 self._seen |= self._cluster.slots.keys()
             if listing is not None:
                 self._step_all(listing)

@@ -17,15 +17,17 @@ class SlotLedger:
         {0: SlotAssignment(node='node-a', slots=(0, 1))}
     """
 
-    def __init__(self, nodes: Mapping[str, int]) -> None:
-        self._size = dict(nodes)
-        self._free = {name: set(range(slots)) for name, slots in nodes.items()}
+    def __init__(
+        self, nodes: Mapping[str, int], left_out: Mapping[str, Collection[int]] | None = None
+    ) -> None:
         self._held: dict[str, dict[int, SlotAssignment]] = {}
+        self.resize(nodes, left_out)
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
-        """Return whether the replicas would fit if all slots were free."""
+        """Return whether the replicas would fit if all slots that are not left out were free."""
         return all(
-            name in self._size and nodes.count(name) * num_stages <= self._size[name]
+            name in self._size
+            and nodes.count(name) * num_stages <= self._size[name] - self._num_out(name)
             for name in nodes
         )
 
@@ -40,18 +42,21 @@ class SlotLedger:
         if twice := sorted(held.keys() & replicas.keys()):
             raise ValueError(f"replica {twice[0]} of {holder} holds slots already")
         for name, number in Counter(replicas.values()).items():
-            if number * num_stages > len(self._free.get(name, ())):
+            if number * num_stages > len(self._usable(name)):
                 return None
         taken = {}
         for replica, name in replicas.items():
-            slots = tuple(sorted(self._free[name])[:num_stages])
+            slots = tuple(sorted(self._usable(name))[:num_stages])
             self._free[name].difference_update(slots)
             taken[replica] = SlotAssignment(name, slots)
         self._held[holder] = {**held, **taken}
         return taken
 
     def restore(self, holder: str, assignments: Mapping[int, SlotAssignment]) -> bool:
-        """Reserve the same slots for a holder again; False, and nothing reserved, if impossible."""
+        """Reserve the same slots for a holder again, also if they are left out.
+
+        False, and nothing reserved: impossible.
+        """
         wanted = list(_slots_of(assignments.values()))
         free = all(slot in self._free.get(name, ()) for name, slot in wanted)
         if holder in self._held or not free or len(set(wanted)) < len(wanted):
@@ -61,13 +66,18 @@ class SlotLedger:
         self._held[holder] = dict(assignments)
         return True
 
-    def resize(self, nodes: Mapping[str, int]) -> None:
-        """Replace the nodes; held slots stay held, even on nodes that are gone."""
+    def resize(
+        self, nodes: Mapping[str, int], left_out: Mapping[str, Collection[int]] | None = None
+    ) -> None:
+        """Replace the nodes; held slots stay held, even on nodes that are gone.
+
+        Nothing new gets the slots that are `left_out`.
+        """
         self._size = dict(nodes)
+        self._out = {name: frozenset(slots) for name, slots in (left_out or {}).items()}
         self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        for assignments in self._held.values():
-            for name, slot in _slots_of(assignments.values()):
-                self._free.get(name, set()).discard(slot)
+        for name, slot in self.held():
+            self._free.get(name, set()).discard(slot)
 
     def release(self, holder: str, replicas: Collection[int] | None = None) -> None:
         """Free the slots of some replicas of `holder`; None: of all."""
@@ -82,7 +92,22 @@ class SlotLedger:
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots by node."""
-        return {name: len(slots) for name, slots in self._free.items()}
+        return {name: len(self._usable(name)) for name in self._free}
+
+    def held(self) -> dict[tuple[str, int], str]:
+        """Return the holder of each slot that is held, by node and slot."""
+        return {
+            place: holder
+            for holder, assignments in self._held.items()
+            for place in _slots_of(assignments.values())
+        }
+
+    def _usable(self, node: str) -> set[int]:
+        return self._free.get(node, set()) - self._out.get(node, frozenset())
+
+    def _num_out(self, node: str) -> int:
+        """Return the number of slots that are left out and that nothing holds."""
+        return len(self._free[node] & self._out.get(node, frozenset()))
 
 
 def _slots_of(assignments: Iterable[SlotAssignment]) -> Iterable[tuple[str, int]]:

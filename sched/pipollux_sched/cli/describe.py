@@ -28,6 +28,7 @@ from pipollux_utils.text import (
 )
 
 from .console import TextFormat, print_data, print_result
+from .devices import device_table
 from .forecast_text import forecast_lines
 from .jobs import PHASE_STYLES
 from .options import JobName, StateDirectory, TextOutput
@@ -77,6 +78,8 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
         ("Hints", (*_hints(job.hints), *_planned_by(job.planned_by))),
     ):
         parts += _section(title, _pairs(rows))
+    devices = device_table(job.devices)
+    parts += [] if devices is None else _section("GPUs", devices)
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
     parts += _section("Attempts", _attempts(job.attempts))
     lines = [clean(event_line(event) or "") for event in job.events]

@@ -164,7 +164,7 @@ def node_table(found: Sequence[NodeView]) -> Table:
             Text(_spell_users(node.jobs)),
             Text(node.condition.value, style=CONDITION_STYLES.get(node.condition, "")),
             f"{spell_age(now - node.since)} ago",
-            Text(clean(node.reason) or DASH),
+            Text(clean(node.full_reason) or DASH),
         )
     return table
 

@@ -75,6 +75,9 @@ def run(
     gpu_type: Annotated[
         str | None, typer.Option(metavar="TYPE", help="Required GPU type.", show_default="any")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="KIND", help="gpu or cpu slots.", show_default="any")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts after failures.")] = 0,
     team: Annotated[
         str | None, typer.Option(metavar="NAME", help="Team of the job.", show_default="your first")
@@ -109,6 +112,7 @@ def run(
         "environment": dict(map(_variable, environment or ())),
         "image": image,
         "gpu_type": gpu_type,
+        "device": device,
         "max_restarts": max_restarts,
         "team": team,
         "priority": priority,

@@ -58,6 +58,14 @@ class ClusterFlags:
     backend: Annotated[
         str, typer.Option(metavar="NAME", help=f"Backend that runs jobs: {', '.join(ENGINES)}.")
     ] = DEFAULT_BACKEND
+    cpu_slots: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="CPU slots beside the GPUs of this machine, for jobs with device: cpu.",
+        ),
+    ] = 0
     autoscale: Annotated[
         str | None,
         typer.Option(
@@ -184,7 +192,7 @@ def serve(
     where = server_address(address)
     scheduler = Scheduler(
         directory,
-        _cluster(nodes.backend, nodes.cluster),
+        _cluster(nodes.backend, nodes.cluster, nodes.cpu_slots),
         make_policy(deciding.policy or DEFAULT_POLICY),
         interval=deciding.interval,
         forecasts=deciding.forecasts,
@@ -225,12 +233,17 @@ def serve(
         scheduler.stop(hurry=lambda: interruption.count > 1)
 
 
-def _cluster(backend: str, file: Path | None) -> ClusterSpec | Path | None:
+def _cluster(backend: str, file: Path | None, cpu_slots: int) -> ClusterSpec | Path | None:
     """Return the nodes, or their file; None where the backend discovers them."""
+    if cpu_slots and (file is not None or backend != DEFAULT_BACKEND):
+        raise typer.BadParameter(
+            "is for this machine without a cluster file; there, give cpu_slots to a node with GPUs",
+            param_hint="'--cpu-slots'",
+        )
     if file is not None:
         load_cluster(file)  # before anything is made; the backend reads it again when it changes
         return file
-    return this_machine() if backend == DEFAULT_BACKEND else None
+    return this_machine(cpu_slots) if backend == DEFAULT_BACKEND else None
 
 
 def _listening(scheduler: Scheduler) -> str:

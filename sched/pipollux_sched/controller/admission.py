@@ -28,7 +28,8 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     `SpecError`: the job can never run here: script or folder missing, or no node fits it.
     """
     # Without any node the job waits for nodes to come.
-    reason = misfit(spec.name, job_info(spec, spec.hints, age=0.0), nodes) if nodes else None
+    info = job_info(spec, spec.hints, age=0.0, nodes=nodes)
+    reason = misfit(spec.name, info, nodes) if nodes else None
     if reason:
         raise SpecError(reason)
     if spec.image is not None:

@@ -85,6 +85,7 @@ class Controller:
         """Adopt what an earlier scheduler left running, or end it: see `take_over`."""
         self._node_watch.look()
         take_over(self._store, self._backend, self.executor, url, self._grace)
+        self._node_watch.look()  # slots that are left out count while adopted jobs hold them
         self.control.expect_replicas()
 
     def start(self, threads: VitalThreads, resources: ExitStack, ending: threading.Event) -> None:

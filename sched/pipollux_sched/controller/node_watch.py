@@ -7,12 +7,15 @@ only by an admin. A job on a node that is gone, or does not answer, is moved, wi
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pipollux_sched.backend import Node, ReplicaGroupManager
 from pipollux_sched.lifecycle import Event, JoiningReplicaLost, NodeLost
 from pipollux_sched.store import NodeCondition, NodeRecord, Store
+from pipollux_sched.store.devices import FRESH
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class NodeWatch:
         *,
         settings: Mapping[str, Any],
         reconsider: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._backend = backend
@@ -42,6 +46,9 @@ class NodeWatch:
         self._mark = f"{backend.name}: "
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
+        self._clock = clock
+        self._devices: dict[str, list[dict[str, Any]]] | None = None
+        self._devices_at = 0.0
         self._moved: set[tuple[str, int, str]] = set()
         """Jobs, attempts and nodes for which a `NodeLost` was sent."""
 
@@ -51,8 +58,20 @@ class NodeWatch:
         if nodes != self._seen:
             self._write(nodes)
             self._seen = nodes
+        self._keep_devices()
         # A decision from before the loss of a node may be started there afterwards.
         self._move_off({name for name, node in nodes.items() if node.ready})
+
+    def _keep_devices(self) -> None:
+        """Store the devices of the slots when they were read again, or have changed hands."""
+        devices = {
+            name: [{**asdict(device), "job": job} for device, job in row]
+            for name, row in self._backend.devices().items()
+        }
+        now = self._clock()
+        if devices != self._devices or (devices and now > self._devices_at + FRESH / 2):
+            self._store.devices.keep(devices)
+            self._devices, self._devices_at = devices, now
 
     def _write(self, nodes: Mapping[str, Node]) -> None:
         changed = self._list(nodes)
@@ -65,7 +84,7 @@ class NodeWatch:
     def _list(self, nodes: Mapping[str, Node]) -> bool:
         specs = {name: node.spec.model_dump(mode="json") for name, node in nodes.items()}
         for name, node in nodes.items():
-            specs[name]["slots"] = node.slots
+            specs[name]["slots"] = max(node.slots, 1)  # the record's own number may be 0
         if specs == self._listed:
             return False
         self._store.set_nodes(

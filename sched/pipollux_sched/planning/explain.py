@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +38,7 @@ from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.views.changes import change_under_way
 from pipollux_sched.views.cluster import serving_options
+from pipollux_sched.views.devices import problems
 from pipollux_sched.views.explanation import (
     Alternative,
     ExplanationView,
@@ -48,6 +50,8 @@ from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
 from pipollux_utils.text import count, seconds, spell_moment
 
+MOST_DEVICES = 8
+"""Number of GPUs that are named."""
 Room: TypeAlias = Mapping[str, Mapping[str, int]]
 """The free resources of every node, by kind."""
 
@@ -135,6 +139,25 @@ def next_change(state: JobState) -> NextChange | None:
 def _find_standing(store: Store, job: JobRecord) -> Standing:
     if job.phase.ended:
         return Standing(None, None, None, None, (), None)
+    found = _standing_of(store, job)
+    lacks = found.waits_for is not None or any(
+        limit.kind is LimitKind.NO_ROOM for limit in found.limits
+    )
+    left_out = _left_out(store, job.name, others=lacks)
+    return replace(found, limits=(*found.limits, *islice(left_out, MOST_DEVICES)))
+
+
+def _left_out(store: Store, job: str, *, others: bool) -> Iterator[Limit]:
+    """Yield the GPUs with a problem that a job stays on, and then those that it lacks."""
+    for node, device in sorted(problems(store), key=lambda one: one[1].job != job):
+        text = f"{device.title} of {node}: {device.problem}."
+        if device.job == job:
+            yield Limit(LimitKind.LEFT_OUT, f"It stays on {text}")
+        elif others:
+            yield Limit(LimitKind.LEFT_OUT, f"No job may start on {text}")
+
+
+def _standing_of(store: Store, job: JobRecord) -> Standing:
     pin = pinned_because(job.state)
     state = Snapshot.read(store)
     candidate = state.candidate(job.name)

@@ -108,7 +108,7 @@ def plan(
         raise PlanError(f"job '{sweep}' is a sweep, whose trials have no plan; submit it instead")
     nodes = {node.name: node_info(node) for node in cluster.nodes}
     infos = {
-        job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number))
+        job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number), nodes=nodes)
         for number, job in enumerate(jobs)
     }
     for name, info in infos.items():

@@ -56,6 +56,7 @@ class SchedulerCollector(Collector):
         """Yield the metric families."""
         yield self._jobs()
         yield from self._nodes()
+        yield from self._devices()
         yield self._goodputs()
         yield from self._attempts()
         events = self._store.last_event()
@@ -85,6 +86,39 @@ class SchedulerCollector(Collector):
         for condition, count in conditions.items():
             nodes.add_metric([condition.value], count)
         yield nodes
+
+    def _devices(self) -> Iterable[Metric]:
+        labels = ["node", "slot", "id", "job"]
+        usable = GaugeMetricFamily(
+            "pipollux_device_usable",
+            "1: jobs may start on the GPU of a slot; 0: not.",
+            labels=labels,
+        )
+        rates = GaugeMetricFamily(
+            "pipollux_device_utilization",
+            "Share of the time in which the GPU of a slot computes, from 0 to 1.",
+            labels=labels,
+        )
+        used = GaugeMetricFamily(
+            "pipollux_device_memory_used_bytes",
+            "Memory in use on the GPU of a slot.",
+            labels=labels,
+        )
+        total = GaugeMetricFamily(
+            "pipollux_device_memory_bytes", "Memory of the GPU of a slot.", labels=labels
+        )
+        for node, devices in self._store.devices.latest().items():
+            for device in devices:
+                values = [node, str(device["slot"]), device["id"], device["job"] or ""]
+                usable.add_metric(values, float(not device["problem"]))
+                for family, name in (
+                    (rates, "utilization"),
+                    (used, "memory_used"),
+                    (total, "memory_total"),
+                ):
+                    if device[name] is not None:
+                        family.add_metric(values, device[name])
+        yield from (usable, rates, used, total)
 
     def _goodputs(self) -> Metric:
         words = "Last reported goodput of a running job, in samples per second."

@@ -149,17 +149,90 @@ class NodeSpec(Spec):
     """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
     draining: bool = Field(default=False, description="true or false")
     """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
+    cpu_slots: int = Field(default=0, ge=0, description="a whole number of at least 0")
+    """Of a node with GPUs: CPU slots beside them, which form a further node, NAME-cpu, for jobs
+    with `device: cpu`. Its CPUs and its part of the memory are taken from `cpus` and `memory`."""
+    beside: NodeName | None = Field(default=None, description="the name of a node with GPUs")
+    """Of a node with CPU slots: the node with GPUs on the same machine; `cpu_slots` sets it. Only
+    jobs with `device: cpu` run here."""
+    single_stage: bool = Field(default=False, description="true or false")
+    """Whether replicas with several stages cannot run on the node: its slots are MIG slices, and a
+    process sees one of them. The local backend finds this out itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.beside is not None and (self.kind != "cpu" or self.beside == self.name):
+            raise problem_at(
+                ("beside",),
+                f"'{self.beside}' is for a node with kind: cpu, and names another node; leave it "
+                "out, or give cpu_slots to the node with GPUs instead",
+            )
+        if self.cpu_slots and self.kind == "cpu":
+            raise problem_at(
+                ("cpu_slots",), f"{self.cpu_slots} are for a node with kind: gpu; raise slots"
+            )
+        if self.cpu_slots and self.cpus is not None and self.cpu_slots >= self.cpus:
+            raise problem_at(
+                ("cpu_slots",),
+                f"{self.cpu_slots} leave none of cpus = {self.cpus} to jobs on the GPUs; lower the "
+                "one or raise the other",
+            )
+        if self.cpu_slots and self.memory is not None and self.cpus is None:
+            raise problem_at(
+                ("cpus",), "is missing; it says which part of memory belongs to the cpu_slots"
+            )
+        return self
+
+    def parts(self) -> tuple[Self, ...]:
+        """Return the node, and the one of its CPU slots if it has any.
+
+        Example:
+            >>> gpus, cpus = NodeSpec(name="a", slots=8, cpus=64, cpu_slots=16).parts()
+            >>> gpus.cpus, cpus.name, cpus.slots
+            (48, 'a-cpu', 16)
+        """
+        if not self.cpu_slots:
+            return (self,)
+        cpus, memory, slots = self.cpus, self.memory, self.cpu_slots
+        share = memory and cpus and max(memory * slots // cpus, 1)
+        whole = {
+            "cpu_slots": 0,
+            "cpus": cpus and cpus - slots,
+            "memory": share and memory and max(memory - share, 1),
+        }
+        beside = {
+            "name": f"{self.name}-cpu",
+            "slots": slots,
+            "kind": "cpu",
+            "beside": self.name,
+            "cpus": slots,
+            "memory": share,
+            "gpu_type": None,
+            "single_stage": False,
+            "cpu_slots": 0,
+        }
+        return self.model_copy(update=whole), self.model_copy(update=beside)
 
 
 class ClusterSpec(Spec):
     """The nodes of a cluster."""
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
-    """The nodes; at least one."""
+    """The nodes; at least one. Those of `cpu_slots` are added."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_names("nodes", [node.name for node in self.nodes])
+        names = [node.name for node in self.nodes]
+        _check_names("nodes", names)
+        for index, node in enumerate(self.nodes):
+            if node.cpu_slots and node.parts()[1].name in names:
+                raise problem_at(
+                    ("nodes", index, "cpu_slots"),
+                    f"they form a node '{node.parts()[1].name}', which there is already; "
+                    "rename one of them",
+                )
+        parts = tuple(part for node in self.nodes for part in node.parts())
+        object.__setattr__(self, "nodes", parts)
         return self
 
 
@@ -226,6 +299,9 @@ class JobSpec(Spec):
     """Number of replicas under policies with fixed sizes, such as FIFO; none: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
     """GPU type that the job requires; none: any."""
+    device: Literal["gpu", "cpu"] | None = Field(default=None, description="gpu or cpu")
+    """Kind of slot that the job requires. None: any, or GPUs where CPU slots lie beside them
+    (`cpu_slots` of a node)."""
     preemptible: bool = Field(default=True, description="true or false")
     """Whether the scheduler may change the allocation of the job while it runs."""
     team: Name | None = Field(default=None, description="the name of a team")

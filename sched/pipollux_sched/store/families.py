@@ -153,7 +153,7 @@ def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
         tuple(sorted(spec.get("stage_choices") or ())),
         bool(spec.get("process_per_stage")),
     )
-    owner = (spec.get("team"), spec.get("user"), spec.get("gpu_type"))
+    owner = (spec.get("team"), spec.get("user"), spec.get("gpu_type"), spec.get("device"))
     return (family is None, family or family_of(name), *program, *owner, *stages)
 
 

@@ -21,6 +21,7 @@ from . import nodes as node_rows
 from .attempts import moving_average
 from .database import Database
 from .deletion import Deletions
+from .devices import DeviceRecords
 from .errors import StoreError
 from .families import Families
 from .forecasts import ForecastRecords
@@ -87,6 +88,7 @@ class Store:
         self.deletions = Deletions(self._database, clock)
         self.sweeps = Sweeps(self._database, clock)
         self.forecasts = ForecastRecords(self._database, clock)
+        self.devices = DeviceRecords(self._database, clock)
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.

@@ -18,9 +18,18 @@ from pipollux_sched.store import (
     StoredForecast,
 )
 
+from .devices import Devices, devices_of_node, use_by_job
 from .events import event_summary
 from .forecasts import current_forecast
-from .models import AttemptLine, ClusterView, JobLine, NodeDetails, NodeView, UsageView
+from .models import (
+    AttemptLine,
+    ClusterView,
+    DeviceUseView,
+    JobLine,
+    NodeDetails,
+    NodeView,
+    UsageView,
+)
 
 MOST_JOBS = 500
 """Largest number of jobs per page."""
@@ -37,9 +46,10 @@ _POINT = (
 
 def list_nodes(store: Store) -> list[NodeDetails]:
     """Return the nodes, and the jobs that hold their slots: from assignment to process end."""
-    held = _held(store.overview.glance().holders)
+    held, devices = _held(store.overview.glance().holders), store.devices.latest()
     return [
-        NodeDetails(**_node(node, held), spec=dict(node.spec)) for node in store.nodes().values()
+        NodeDetails(**_node(node, held, devices), spec=dict(node.spec))
+        for node in store.nodes().values()
     ]
 
 
@@ -51,16 +61,18 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
     held = _held(glance.holders)
     found = store.latest_events(num_events, types=TELLING_TYPES) if num_events else []
     told = (event_summary(event) for event in found)
-    forecasts = store.forecasts.latest()
+    forecasts, devices = store.forecasts.latest(), store.devices.latest()
+    use = use_by_job(devices)
+    nodes = {name: NodeView(**_node(node, held, devices)) for name, node in store.nodes().items()}
     return ClusterView(
         time=now,
         policy=serving_policy(store),
-        nodes={name: NodeView(**_node(node, held)) for name, node in store.nodes().items()},
+        nodes=nodes,
         phases=dict(glance.phases),
         goodput=glance.goodput,
         oldest_attempt=glance.oldest_attempt,
         has_teams=store.teams.spec() is not None,
-        jobs=[_job(job, forecasts) for job in page.jobs],
+        jobs=[_job(job, forecasts, use) for job in page.jobs],
         num_found=page.num_found,
         events=[event for event in told if event is not None],
         last_event=last_event,
@@ -111,7 +123,7 @@ def _held(holders: Iterable[Holder]) -> dict[str, dict[str, int]]:
     return held
 
 
-def _node(node: NodeRecord, held: Mapping[str, dict[str, int]]) -> dict[str, Any]:
+def _node(node: NodeRecord, held: Mapping[str, dict[str, int]], devices: Devices) -> dict[str, Any]:
     jobs = held.get(node.name, {})
     used = sum(jobs.values())
     return {
@@ -124,10 +136,15 @@ def _node(node: NodeRecord, held: Mapping[str, dict[str, int]]) -> dict[str, Any
         "condition": node.condition,
         "since": node.since,
         "reason": node.reason,
+        "devices": devices_of_node(devices, node.name),
     }
 
 
-def _job(job: JobSummary, forecasts: Mapping[str, StoredForecast]) -> JobLine:
+def _job(
+    job: JobSummary,
+    forecasts: Mapping[str, StoredForecast],
+    use: Mapping[str, DeviceUseView],
+) -> JobLine:
     shown = {} if job.point is None else asdict(job.point)
     return JobLine(
         number=job.number,
@@ -150,6 +167,7 @@ def _job(job: JobSummary, forecasts: Mapping[str, StoredForecast]) -> JobLine:
             job.submitted_at,
             job.attempt,
         ),
+        device_use=use.get(job.name),
         **{name: shown.get(name) for name in _POINT},
     )
 

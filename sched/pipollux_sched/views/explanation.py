@@ -28,6 +28,7 @@ class LimitKind(StrEnum):
     MIN_REPLICAS = "min_replicas"
     TEAM = "team"
     FAIRNESS = "fairness"
+    LEFT_OUT = "left_out"
 
 
 @dataclass(frozen=True)

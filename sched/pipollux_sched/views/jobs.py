@@ -10,6 +10,7 @@ from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import JobOrder, JobQuery, JobRecord, StaleAttemptError, Store
 
 from .changes import change_under_way
+from .devices import devices_of_job
 from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 
@@ -78,6 +79,7 @@ def job_details(
         hints=hints,
         planned_by=planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
+        devices=devices_of_job(store, job.name),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
     )
 

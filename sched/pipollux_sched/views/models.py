@@ -292,8 +292,9 @@ class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
     The last `events` have the form of `EventView`. `changing`: an elastic resize in progress, in
-    words; null: there is none. `planned_by`: the job whose hints are used until this job has sent
-    its own; null: there is none, or it has sent its own.
+    words; null: there is none. `devices`: those that it holds, where known. `planned_by`: the job
+    whose hints are used until this job has sent its own; null: there is none, or it has sent its
+    own.
     """
 
     number: int
@@ -306,6 +307,7 @@ class JobDetails(JobView):
     hints: dict[str, Any] | None
     planned_by: str | None
     forecast: ForecastView | None = None
+    devices: list[JobDeviceView] = []
     events: list[dict[str, Any]]
 
 
@@ -364,8 +366,54 @@ class PlanView(View):
     jobs: list[PlannedChange]
 
 
+class DeviceView(View):
+    """The GPU or MIG slice of a slot; null: unknown.
+
+    `id`: its UUID; `index`: that of its GPU, by PCI bus id; `name`: its type; `job`: the job that
+    holds the slot. `utilization`: share of the time in which it computes, from 0 to 1; memory is in
+    bytes. `problem`: why nothing new starts there; empty: nothing speaks against it.
+    """
+
+    slot: int
+    id: str
+    index: int | None
+    name: str
+    job: str | None
+    utilization: float | None
+    memory_used: int | None
+    memory_total: int | None
+    problem: str
+
+    @property
+    def title(self) -> str:
+        """The device as people call it: `GPU 3 (GPU-0123abcd)`."""
+        kind, _, number = self.id.partition("-")
+        index = "" if self.index is None else f" {self.index}"
+        of = "MIG slice of GPU" if kind == "MIG" else "GPU"
+        return f"{of}{index} ({kind}-{number[:8]})"
+
+
+class JobDeviceView(DeviceView):
+    """A device that a job holds, and its node."""
+
+    node: str
+
+
+class DeviceUseView(View):
+    """The use of all devices that a job holds: mean utilization, total memory; null: unknown."""
+
+    num_devices: int
+    utilization: float | None
+    memory_used: int | None
+    memory_total: int | None
+
+
 class NodeView(View):
-    """A node, with the slots that each job holds on it."""
+    """A node, with the slots that each job holds on it.
+
+    `devices`: those of its slots, where their state is known; slots with a problem that no job
+    holds do not count.
+    """
 
     name: str
     kind: str
@@ -376,6 +424,13 @@ class NodeView(View):
     condition: NodeCondition
     since: float
     reason: str
+    devices: list[DeviceView] = []
+
+    @property
+    def full_reason(self) -> str:
+        """The reason of its condition, and of each slot that is left out."""
+        out = [f"{one.title}: {one.problem}" for one in self.devices if one.problem]
+        return "; ".join([*filter(None, [self.reason]), *out])
 
 
 class NodeDetails(NodeView):
@@ -409,6 +464,7 @@ class JobLine(View):
     goodput: float | None
     efficiency: float | None
     forecast: ForecastView | None = None
+    device_use: DeviceUseView | None = None
 
 
 class AttemptLine(View):

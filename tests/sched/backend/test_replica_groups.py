@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -437,3 +438,30 @@ def test_a_replica_for_which_the_others_end_is_named_though_it_was_let_go(
     assert "eplica 1" in event.message
     assert cluster.alive() == set()
     assert backend.free() == {name: node.slots for name, node in NODES.items()}
+
+
+def test_a_slot_that_is_left_out_stays_with_its_job(
+    backend: ReplicaGroupManager, cluster: Cluster, clock: Clock
+) -> None:
+    """Nothing is ended, and no room is missing, until the job itself has left."""
+    backend.apply(program("one"), 1, ["a"])
+    run(backend, cluster)
+    broken = replace(cluster.nodes_now["a"], left_out={0: "it is broken", 1: "it is, too"})
+    cluster.nodes_now = {**cluster.nodes_now, "a": broken}
+    clock.now += 2.0
+    assert backend.poll() == []
+    node = backend.nodes()["a"]
+    assert (node.kept, node.slots, backend.free()["a"]) == ({0}, 1, 0)
+    with pytest.raises(BackendError, match="each replica needs 1 slots of its node"):
+        backend.apply(program("two"), 1, ["a", "a"])
+    backend.apply(program("two"), 1, ["a"])
+    assert run(backend, cluster) == []
+    cluster.end(ReplicaKey("one", 1, 0))
+    assert backend.poll() == [Report("one", Exited(1, Outcome.COMPLETE))]
+    assert backend.nodes()["a"].slots == 0
+    assert run(backend, cluster) == [], "the other job waits"
+    cluster.nodes_now = {**cluster.nodes_now, "a": replace(broken, left_out={0: "it is broken"})}
+    clock.now += 2.0
+    assert run(backend, cluster) == [Report("two", Started(1, ("replica 0",)))]
+    (held,) = cluster.there[ReplicaKey("two", 1, 0)].slots
+    assert held == 1

@@ -91,7 +91,8 @@ def test_a_job_in_the_policys_form() -> None:
 
 def test_a_node_has_plenty_of_what_it_does_not_state() -> None:
     info = node_info(NodeSpec(name="a", slots=2, memory=5, preemptible=True))
-    assert info == NodeInfo({"slots": 2, "cpus": UNSTATED, "memory": 5}, preemptible=True)
+    amounts = {"slots": 2, "cpus": UNSTATED, "memory": 5, "gpu_slots": 2, "wide_slots": 2}
+    assert info == NodeInfo(amounts, preemptible=True)
     small, large = NodeInfo({"slots": 2, "cpus": 9}), NodeInfo({"slots": 4, "cpus": 1})
     assert node_template({"a": small, "b": large}).resources == {"slots": 4, "cpus": 9}
 

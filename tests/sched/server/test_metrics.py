@@ -13,6 +13,17 @@ from tests.sched.supervised import Service, report
 ROW = re.compile(
     r"\| `(?P<name>pipollux_\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) ?\| (?P<text>.+) \|"
 )
+DEVICE = {
+    "slot": 0,
+    "id": "GPU-0",
+    "index": 0,
+    "name": "NVIDIA H200",
+    "job": "toy",
+    "problem": "",
+    "utilization": 0.5,
+    "memory_used": 1,
+    "memory_total": 2,
+}
 FOUND = tuple[str, frozenset[str]]
 
 
@@ -26,6 +37,7 @@ def test_the_page_lists_every_metric(repository: Path, tmp_path: Path) -> None:
     with Service(tmp_path / "state") as service:
         job = service.submit("toy", ["node-a"])
         job.post("/jobs/toy/reports", json=report(goodput=3.0)).raise_for_status()
+        service.store.devices.keep({"node-a": [DEVICE]})
         assert service.client(None).get("/jobs").status_code == 401
         text = service.admin.get("/metrics").raise_for_status().text
     assert dict(sorted(page.items())) == dict(sorted(given(text).items()))

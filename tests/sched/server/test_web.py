@@ -332,6 +332,24 @@ def test_the_log_of_a_failed_job_comes_first(tab: Visit) -> None:
     tab.check()
 
 
+def test_gpus_are_shown_with_their_use_and_problems(tab: Visit, service: Service) -> None:
+    known = {"index": 3, "name": "NVIDIA H200", "utilization": 0.874, "memory_total": 141 * 2**30}
+    device = {**known, "slot": 0, "id": "GPU-1a2b3c4d-1", "job": "grown", "problem": ""}
+    slices = {"slot": 1, "id": "MIG-5a6b-1", "job": None, "problem": f"it is lost {HOSTILE}"}
+    unknown = dict.fromkeys(("utilization", "memory_used", "memory_total"))
+    node = [{**device, "memory_used": 61 * 2**30}, {**known, **slices, **unknown}]
+    service.store.devices.keep({"node-a": node})
+    page = tab.open(ADMIN)
+    lines = page.get_by_role("list", name="GPUs").first.get_by_role("listitem")
+    shown = "GPU 3 (GPU-1a2b3c4d) · 87 % · 61 of 141 GiB"
+    broken = f"MIG slice of GPU 3 (MIG-5a6b) · left out: it is lost {HOSTILE}"
+    expect(lines).to_have_text([f"{shown} · grown", broken])
+    expect(page.locator(".nodes .about")).to_contain_text("1 GPU left out")
+    page.goto(f"{tab.url}/#/jobs/grown")
+    expect(page.locator(".facts")).to_contain_text(f"node-a: {shown}")
+    tab.check()
+
+
 def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
     service.control.set_node("node-b", NodeCondition.DRAINING, HOSTILE)
     page = tab.open(ADMIN)

@@ -126,6 +126,9 @@ def _make_node(
             view.labels.get(label) == value for label, value in options.preemptible_labels.items()
         ),
         gpu_type=None if cpu_node else view.labels.get(options.gpu_type_label) or None,
+        # The names that NVIDIA's device plugin and GPU Feature Discovery give to MIG slices.
+        single_stage="/mig-" in options.device
+        or "-MIG-" in view.labels.get(options.gpu_type_label, ""),
     )
     taint = _hindrance(view, options)
     draining = view.cordoned or bool(taint)

@@ -1,8 +1,9 @@
 """Replicas as processes of this machine, on virtual nodes.
 
 A virtual node is a name and a number of slots. A slot of a CPU node is a CPU device of one thread;
-a slot of a GPU node is one GPU, and the GPU nodes divide the machine's GPUs in the order in which
-they are listed. Each pipeline replica is one torchrun agent, which sees only its own GPUs.
+a slot of a GPU node is one GPU or MIG slice, and the GPU nodes divide the machine's GPUs in the
+order in which they are listed: see `local_gpus`. Each pipeline replica is one torchrun agent, which
+sees only its own GPUs.
 
 If the scheduler is killed they continue, and the next one finds them by their supervisors' files.
 """
@@ -10,7 +11,7 @@ If the scheduler is killed they continue, and the next one finds them by their s
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from pipollux_sched.backend.base import (
     ReplicaKey,
     ReplicaProgram,
     Signal,
+    SlotDevice,
 )
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, replicas_in
@@ -36,8 +38,8 @@ from pipollux_sched.store import StateDir
 
 from . import processes
 from .attempt_folder import AttemptFolder, LocalPlacement
-from .cluster_file import VirtualNodes
-from .environment import marks, replica_environment
+from .environment import STATE_DIR, marks, replica_environment
+from .local_gpus import LocalGpus
 from .ports import LOOPBACK, free_port
 from .processes import LocalReplica
 
@@ -70,8 +72,8 @@ class LocalEngine(Engine):
         *,
         pass_environment: Collection[str] = (),
     ) -> None:
-        self._nodes = VirtualNodes(cluster)
         self._state_dir = state_dir
+        self._gpus = LocalGpus(cluster, state_dir)
         self._pass_on = frozenset(pass_environment)
         self._replicas: dict[ReplicaKey, LocalReplica] = {}
         # By attempt: torchrun starts to listen seconds after it was given a port.
@@ -85,8 +87,12 @@ class LocalEngine(Engine):
         check_account(spec)
 
     def nodes(self) -> Mapping[str, Node]:
-        """Return the virtual nodes."""
-        return self._nodes.nodes()
+        """Return the virtual nodes; slots whose GPUs are broken or used by others are left out."""
+        return self._gpus.nodes()
+
+    def devices(self) -> Mapping[str, Sequence[SlotDevice]]:
+        """Return the GPUs of the slots, with their use."""
+        return self._gpus.devices()
 
     def checkpoints(self, program: ReplicaProgram) -> str:
         """Return the job's own folder, or one in the state directory."""
@@ -104,6 +110,7 @@ class LocalEngine(Engine):
             )
         folder = AttemptFolder(self._state_dir, launch.job, launch.attempt)
         placement = self._place(folder, launch, program)
+        self._gpus.hold(key, placement.devices[replica])
         own = {
             **marks(str(self._state_dir.path), key),
             **variables.RESULT_FILE.write(folder.result(replica)),
@@ -141,12 +148,15 @@ class LocalEngine(Engine):
                 found = self._replica(key, ReplicaProcess(status(key.replica)))
                 if found.known:
                     self._replicas.setdefault(key, found)
+                    self._gpus.hold(key, self._placed_on(key))
         self._version += 1
-        return Listing(self._version, {key: r.state() for key, r in self._replicas.items()})
+        states = {key: replica.state() for key, replica in self._replicas.items()}
+        self._gpus.keep_held({key for key, state in states.items() if state.ended is None})
+        return Listing(self._version, states)
 
     def holds(self, launch: Launch) -> bool:
         """Return whether the slots of an attempt still refer to the devices that it runs on."""
-        nodes = self._nodes.nodes()
+        nodes = self._gpus.nodes()
         if not all(name in nodes for name in launch.nodes):
             return False
         placement = AttemptFolder(self._state_dir, launch.job, launch.attempt).placement()
@@ -173,7 +183,7 @@ class LocalEngine(Engine):
                 environment.get(variables.JOB_ID.name, ""),
                 environment.get(variables.ATTEMPT.name),
             )
-            here = environment.get("PIPOLLUX_STATE_DIR") == place
+            here = environment.get(STATE_DIR) == place
             return here and known[1] is not None and known not in spared
 
         found = [_describe(process) for process in processes.marked(left_behind)]
@@ -185,6 +195,14 @@ class LocalEngine(Engine):
         for key in [key for key in self._replicas if key[:2] not in adopted]:
             del self._replicas[key]
         return found
+
+    def close(self) -> None:
+        """End the thread that watches the GPUs; replicas keep running."""
+        self._gpus.close()
+
+    def _placed_on(self, key: ReplicaKey) -> Mapping[str, str]:
+        placement = AttemptFolder(self._state_dir, key.job, key.attempt).placement()
+        return {} if placement is None else placement.devices.get(key.replica, {})
 
     def _replica(self, key: ReplicaKey, process: ReplicaProcess) -> LocalReplica:
         folder = AttemptFolder(self._state_dir, key.job, key.attempt)
@@ -219,7 +237,7 @@ class LocalEngine(Engine):
     def _devices_of(self, launch: Launch) -> dict[int, Mapping[str, str]]:
         assignments = launch.assignments.items()
         return {
-            replica: self._nodes.devices.of(assignment.node, assignment.slots)
+            replica: self._gpus.variables(assignment.node, assignment.slots)
             for replica, assignment in assignments
         }
 

@@ -13,42 +13,58 @@ from pipollux_sched.backend.base import Launch, Node, ReplicaKey, ReplicaProgram
 from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
 
-from .hardware import visible_gpus
+from .hardware import ORDER, VISIBLE
+
+STATE_DIR = "PIPOLLUX_STATE_DIR"
+"""The variable that marks the processes of one scheduler's jobs."""
 
 
 class Devices:
-    """The devices of replicas as environment variables; nodes divide the GPUs in their order."""
+    """The devices of replicas as environment variables.
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
+    Args:
+        nodes: the nodes by name.
+        gpus: the GPU or MIG slice of each slot of the GPU nodes, by UUID, or by index.
+        in_pci_order: whether indices follow PCI bus ids; else they are CUDA's own.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        gpus: Mapping[str, Sequence[str]],
+        *,
+        in_pci_order: bool = True,
+    ) -> None:
         self._nodes = dict(nodes)
-        self._first_gpu = _first_gpus(nodes)
+        self.gpus = gpus
+        order = os.environ.get(ORDER, "FASTEST_FIRST")
+        self._order = {ORDER: "PCI_BUS_ID" if in_pci_order else order}
 
     def moved(self, other: Devices) -> list[str]:
-        """Return the GPU nodes of both whose first GPU differs."""
+        """Return the nodes of both of which another node would have a GPU."""
+        owners = {uuid: name for name, row in other.gpus.items() for uuid in row}
         return [
             name
-            for name, first in self._first_gpu.items()
-            if other._first_gpu.get(name, first) != first
+            for name, row in self.gpus.items()
+            if name in other.gpus and any(owners.get(uuid, name) != name for uuid in row)
         ]
 
     def of(self, node: str, slots: Sequence[int]) -> dict[str, str]:
         """Return the variables that show only its devices to a replica."""
         if self._nodes[node].spec.kind == "cpu":
             return cpu_variables(len(slots))
-        visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        indices = [self._first_gpu[node] + slot for slot in slots]
+        row = self.gpus[node]
         return {
             **gpu_variables(len(slots)),
-            "CUDA_VISIBLE_DEVICES": ",".join(
-                visible[index] if index < len(visible) else str(index) for index in indices
-            ),
+            **self._order,
+            VISIBLE: ",".join(row[slot] for slot in slots),
         }
 
 
 def marks(state_dir: str, key: ReplicaKey) -> dict[str, str]:
     """Return the variables that identify the processes of one replica."""
     return {
-        "PIPOLLUX_STATE_DIR": state_dir,
+        STATE_DIR: state_dir,
         **variables.JOB_ID.write(key.job),
         **variables.ATTEMPT.write(key.attempt),
         **variables.REPLICA.write(key.replica),
@@ -91,13 +107,3 @@ def loopback_interface() -> str | None:
         if any(entry.address == "127.0.0.1" for entry in addresses):
             return name
     return None
-
-
-def _first_gpus(nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Divide the machine's GPUs among GPU nodes: return the index of each node's first GPU."""
-    first, shared = 0, {}
-    for name, node in nodes.items():
-        if node.spec.kind == "gpu":
-            shared[name] = first
-            first += node.slots
-    return shared

@@ -50,5 +50,11 @@ def cpu_variables(num_stages: int) -> dict[str, str]:
 
 
 def gpu_variables(num_stages: int) -> dict[str, str]:
-    """Return the variables of a replica on the first GPUs that it sees."""
-    return variables.DEVICES.write(tuple(f"cuda:{stage}" for stage in range(num_stages)))
+    """Return the variables of a replica on the first GPUs that it sees.
+
+    Slurm, NVIDIA's tools and the scheduler count GPUs by PCI bus id; CUDA does so if asked to.
+    """
+    return {
+        **variables.DEVICES.write(tuple(f"cuda:{stage}" for stage in range(num_stages))),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }

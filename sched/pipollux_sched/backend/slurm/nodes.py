@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -23,6 +24,8 @@ _DRAINING = frozenset(
         *("REBOOT_REQUESTED", "REBOOT_ISSUED", "REBOOT"),
     )
 )
+_SLICE = re.compile(r"\d+g\.\d+gb", re.IGNORECASE)
+"""The size of a MIG slice in the name of a GRES type, as in a100_1g.5gb."""
 _SILENT = frozenset(("NOT_RESPONDING", "UNKNOWN", "NO_RESPOND"))
 
 
@@ -113,4 +116,5 @@ def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:
         cpus=max(share.cpus, 1),
         memory=memory or None,
         gpu_type=share.gpu_type,
+        single_stage=bool(share.gpu_type and _SLICE.search(share.gpu_type)),
     )

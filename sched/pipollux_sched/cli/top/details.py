@@ -17,6 +17,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from pipollux_sched.cli.describe import job_sections
+from pipollux_sched.cli.devices import device_table
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.views.models import NodeView
 from pipollux_utils.text import clean, count, spell_age, spell_moment
@@ -99,11 +100,14 @@ class NodeScreen(_Details):
             table.add_row(Text(clean(job)), str(slots))
         reason = f": {clean(node.reason)}" if node.reason else ""
         about = f"{node.condition.value}{reason}, since {spell_moment(node.since)}"
+        devices = device_table(node.devices)
         self.tell(
             Group(
                 Text(node.name, style="bold"),
                 Text(f"{count(node.slots, 'slot')} of kind {node.kind}, {node.free} free; {about}"),
                 Text(),
                 table if node.jobs else Text("No job holds a slot of it.", style="dim"),
+                Text(),
+                devices or Text(),
             )
         )

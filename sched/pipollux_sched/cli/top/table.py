@@ -9,6 +9,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable
 
+from pipollux_sched.cli.devices import spell_use
 from pipollux_sched.cli.teams import limited
 from pipollux_sched.store import JobOrder, ListedPhase
 from pipollux_sched.views.models import JobLine, NodeView
@@ -73,6 +74,8 @@ JOB_COLUMNS = (
     TableColumn("Goodput", True, JobOrder.GOODPUT, True),
     TableColumn("Eff.", True),
     TableColumn("Step time", True),
+    TableColumn("GPU", True),
+    TableColumn("GPU memory", True),
     TableColumn("Restarts", True, JobOrder.RESTARTS, True),
     TableColumn("Age", True, JobOrder.AGE),
     TableColumn("Message"),
@@ -189,6 +192,7 @@ def job_row(job: JobLine, now: float) -> tuple[Cell, ...]:
         number(job.goodput) if holds else DASH,
         DASH if job.efficiency is None else f"{100 * job.efficiency:.0f} %",
         DASH if job.step_time is None or not holds else seconds(job.step_time),
+        *spell_use(job.device_use),
         str(job.num_restarts),
         spell_age((job.ended_at or now) - job.submitted_at),
         clean(first_line(job.message)),
@@ -213,7 +217,7 @@ def node_row(node: NodeView, usage: Sequence[float]) -> tuple[Cell, ...]:
         Text(cells[0], style="blue"),
         *_aligned(NODE_COLUMNS[2:4], cells[1:]),
         Text(condition, style=CONDITION_STYLES.get(condition, "dim")),
-        Text(clean(node.reason)),
+        Text(clean(node.full_reason)),
     )
 
 

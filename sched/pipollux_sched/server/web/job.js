@@ -8,7 +8,7 @@ import { explanation } from "./explanation.js";
 import { between } from "./forecasts.js";
 import { DASH, count, duration, epochs, moment, number, places, seconds, thousands } from "./format.js";
 import { Table } from "./table.js";
-import { SIZE, Tiles, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
+import { SIZE, Tiles, deviceLine, fillPlaces, outcome, phase, phaseMark, section, titled } from "./words.js";
 
 const POINTS = 400;
 const LINES = 60;
@@ -138,10 +138,11 @@ export class JobPage {
     });
   }
 
-  /** Show the job's forecast, owner and program. */
-  #facts({ spec, forecast }) {
+  /** Show the job's forecast, owner, program and GPUs. */
+  #facts({ spec, forecast, devices }) {
     const starts = forecast?.start ? between(forecast.start) : null;
-    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" ") };
+    const gpus = devices.map((one) => `${one.node}: ${deviceLine(one)}`).join("; ");
+    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" "), GPUs: gpus };
     const known = Object.entries(facts).filter(([, value]) => value);
     const text = JSON.stringify(known);
     if (this.facts.told === text) return;

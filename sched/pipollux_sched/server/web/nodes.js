@@ -5,7 +5,7 @@ import { quietly } from "./api.js";
 import { h, s, say } from "./dom.js";
 import { count, moment } from "./format.js";
 import { Gantt } from "./gantt.js";
-import { jobLink, phaseMark } from "./words.js";
+import { deviceLine, jobLink, phaseMark } from "./words.js";
 
 const SPANS = { "2 min": 120, "5 min": 300, "15 min": 900, "1 h": 3600, "3 h": 10800, "12 h": 43200, "1 d": 86400, "7 d": 604800 };
 const PARTS = 120;
@@ -45,7 +45,8 @@ export class Nodes {
     for (const [name, row] of this.rows) if (!nodes[name]) this.#remove(name, row);
     if (this.list.children.length !== names.length) this.list.replaceChildren(...names.map((name) => this.rows.get(name).element));
     const away = names.filter((name) => nodes[name].condition !== "ready").length;
-    say(this.about, `${count(names.length, "node")}${away ? `, ${away} not ready` : ""}`);
+    const out = names.reduce((sum, name) => sum + nodes[name].devices.filter((one) => one.problem).length, 0);
+    say(this.about, `${count(names.length, "node")}${away ? `, ${away} not ready` : ""}${out ? `, ${count(out, "GPU")} left out` : ""}`);
     for (const [name, row] of this.rows) this.#tell(name, row, nodes[name]);
     this.#askUsage();
     this.#askAttempts();
@@ -127,7 +128,8 @@ export class Nodes {
     row.gantt = new Gantt();
     row.holders = h("p", { class: "holders" });
     row.actions = h("p", { class: "node-actions" });
-    row.body.replaceChildren(row.gantt.element, row.holders, row.actions);
+    row.devices = h("ul", { class: "devices", "aria-label": "GPUs" });
+    row.body.replaceChildren(row.gantt.element, row.holders, row.devices, row.actions);
   }
 
   #close(row) {
@@ -158,6 +160,15 @@ export class Nodes {
     const text = holds.map((attempt) => attempt.job).join();
     if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((attempt) => jobLink(attempt.job, attempt.number)));
     row.holders.told = text;
+    this.#tellDevices(row, node.devices);
+  }
+
+  /** List the GPUs of a node, where their state is known. */
+  #tellDevices(row, devices) {
+    const text = JSON.stringify(devices);
+    if (row.devices.told === text) return;
+    row.devices.told = text;
+    row.devices.replaceChildren(...devices.map((one) => h("li", { class: one.problem ? "left-out" : "" }, deviceLine(one))));
   }
 
   #on(name) {

@@ -63,3 +63,18 @@ export class Tiles {
 export function section(title, ...children) {
   return h("section", {}, h("h2", {}, title), ...children);
 }
+
+/** Return a GPU or MIG slice in a line: its name, use, job and problem. */
+export function deviceLine(one) {
+  const [kind, ...rest] = one.id.split("-");
+  const index = one.index === null ? "" : ` ${one.index}`;
+  const title = `${kind === "MIG" ? "MIG slice of GPU" : "GPU"}${index} (${kind}-${rest[0]})`;
+  const gib = (bytes) => Number((bytes / 2 ** 30).toPrecision(3));
+  return [
+    title,
+    one.utilization === null ? "" : `${Math.round(100 * one.utilization)} %`,
+    one.memory_used === null ? "" : `${gib(one.memory_used)} of ${gib(one.memory_total)} GiB`,
+    one.job ?? "",
+    one.problem ? `left out: ${one.problem}` : "",
+  ].filter(Boolean).join(" · ");
+}

@@ -108,9 +108,17 @@ def test_gpus_are_shared_out_among_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
         name: Node(NodeSpec.model_validate({"name": name, "slots": slots, "kind": kind}))
         for name, (slots, kind) in sizes.items()
     }
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    devices = Devices(nodes).of("node-b", (0, 1))
-    assert devices == {"PIPOLLUX_DEVICES": "cuda:0,cuda:1", "CUDA_VISIBLE_DEVICES": "6,7"}
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    gpus = {"node-a": ("4", "5"), "node-b": ("6", "7")}
+    devices = Devices(nodes, gpus).of("node-b", (1, 0))
+    assert devices == {
+        "PIPOLLUX_DEVICES": "cuda:0,cuda:1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "7,6",
+    }
+    counted_by_torch = Devices(nodes, gpus, in_pci_order=False).of("node-b", (0,))
+    assert counted_by_torch["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert Devices(nodes, gpus).of("cpus", (3,))["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_slots_are_disjoint_and_come_back() -> None:

@@ -56,7 +56,7 @@ def add_gpus(folder: Path, count: int) -> None:
     [
         *((None, 8), ("0,3,5", 3), (" 0 , 1", 2), ("", 0), ("none", 0), ("all", 0)),
         *(("NoDevFiles", 0), ("0,0", 0), ("0,-1,1", 1), ("-1", 0), ("0,8,1", 1), ("7,x,2", 1)),
-        *(("GPU-1,GPU-2", 2), ("GPU-1,GPU-1", 0), ("GPU-1,3", 1), ("MIG-a,MIG-b", 2)),
+        *(("GPU-1,GPU-2", 2), ("GPU-1,GPU-1", 0), ("GPU-1,3", 1), ("MIG-a,MIG-b", 0)),
     ],
 )
 def test_a_machine_with_gpus_has_a_slot_for_each_visible_one(
@@ -116,6 +116,48 @@ def test_torch_is_asked_where_there_are_devices_and_no_tools(
     (tmp_path / "device").touch()
     assert count_gpus() == torch.cuda.device_count()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "why"),
+    [
+        (
+            False,
+            "the package nvidia-ml-py is missing; install it with: pip install 'pipollux[gpu]'",
+        ),
+        (True, "their driver cannot be asked (NVML Shared Library Not Found)"),
+    ],
+)
+def test_gpus_without_a_way_to_ask_for_their_state_are_announced(
+    package: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    add_gpus(tmp_path, 2)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not package:
+        monkeypatch.setattr(hardware, "find_spec", lambda _name: None)
+    monkeypatch.setattr(hardware, "_DEVICE_FILES", (tmp_path / "device",))
+    assert count_gpus() == 2
+    assert caplog.messages == [], "nothing says that these are NVIDIA's"
+    (tmp_path / "device").touch()
+    assert count_gpus() == 2
+    (said,) = caplog.messages
+    assert said == f"this machine has NVIDIA GPUs, and {why}; their health and use are unknown"
+
+
+def test_a_package_that_cannot_be_used_is_like_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a machine without GPUs, too."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for broken in ("raise ImportError('too old')", "raise ValueError('what')"):
+        (tmp_path / "pynvml.py").write_text(broken)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        assert this_machine().nodes[0].kind == "cpu"
 
 
 def test_tools_that_fail_count_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,6 +135,20 @@ def test_slots_are_gpus_where_there_are_some() -> None:
     assert (spec.slots, spec.kind, spec.memory) == (16, "cpu", 4000 * 2**20)
 
 
+@pytest.mark.parametrize(
+    ("gres", "slices"),
+    [
+        (None, False),
+        ("a100", False),
+        ("h100_80gb", False),
+        ("1g.5gb", True),
+        ("a100_3g.20gb", True),
+    ],
+)
+def test_mig_slices_hold_single_stages(gres: str | None, slices: bool) -> None:
+    assert node_spec("s2", UP._replace(gpu_type=gres), None).single_stage is slices
+
+
 def view_of(state: str, now: list[float], view: NodeStates | None = None) -> tuple[bool, bool]:
     job = SlurmJob(1, "RUNNING", None, None, "s2", "", "pool")
     snapshot = SlurmSnapshot(
