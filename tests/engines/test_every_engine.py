@@ -23,6 +23,7 @@ ENGINES = {
     "local": (),
     "memory": (),
     "trainjobs": (),
+    "ray": (),
     "slurm": pytest.mark.exhaustive,
     "kubelets": pytest.mark.kubernetes,
 }

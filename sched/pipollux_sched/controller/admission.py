@@ -18,7 +18,7 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
 from pipollux_sched.store import JobRecord
 
-_ON_MACHINES = ("local", "slurm")
+_ON_MACHINES = ("local", "ray", "slurm")
 """Backends whose replicas are processes of a machine; others run containers."""
 
 
