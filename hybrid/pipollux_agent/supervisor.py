@@ -1,7 +1,7 @@
 """Runs one command for a scheduler that may end before it, and records how it ended.
 
     python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
-    python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same in a Slurm step
+    python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same on a node of a cluster
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
 agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
