@@ -9,9 +9,9 @@ whether it was asked to stop and the exit status of COMMAND. STATUS is written a
 space reserved for that on a full disk. The output of COMMAND goes to LOG (renamed to LOG.from-START
 when it reaches LIMIT bytes).
 
-In a Slurm step, STATUS is BASE.exit, and LOG is written on the node; all nodes share both folders.
-So neither depends on srun, which exits with status 0 when a node fails, and is lost with its own
-machine. A request is the content of the file BASE.signal: "stop" sends SIGTERM to COMMAND alone;
+In a step of Slurm, or below an actor of Ray, STATUS is BASE.exit, and LOG is written on the node;
+all nodes share both folders. So neither depends on srun, which exits with status 0 when a node
+fails, and is lost with its own machine. A request is the content of the file BASE.signal: "stop" sends SIGTERM to COMMAND alone;
 "kill", and "gone" (another step replaces this one), kill all processes of the step, also orphans
 that Slurm may not find. The file is polled, which also works on a node whose slurmd is dead, and
 read at each SIGCONT. If Slurm tracks processes by their parents or groups, a signal to a step
