@@ -11,13 +11,13 @@ when it reaches LIMIT bytes).
 
 In a step of Slurm, or below an actor of Ray, STATUS is BASE.exit, and LOG is written on the node;
 all nodes share both folders. So neither depends on srun, which exits with status 0 when a node
-fails, and is lost with its own machine. A request is the content of the file BASE.signal: "stop" sends SIGTERM to COMMAND alone;
-"kill", and "gone" (another step replaces this one), kill all processes of the step, also orphans
-that Slurm may not find. The file is polled, which also works on a node whose slurmd is dead, and
-read at each SIGCONT. If Slurm tracks processes by their parents or groups, a signal to a step
-reaches all of them: SIGTERM would end the workers of a data loader whose script is about to save,
-while SIGCONT has no effect on a process that runs. SIGTERM, which Slurm sends before the end of an
-allocation, is a stop.
+fails, and is lost with its own machine. A request is the content of the file BASE.signal: "stop"
+sends SIGTERM to COMMAND alone; "kill", and "gone" (another step replaces this one), kill all
+processes of the step, also orphans that Slurm may not find. The file is polled, which also works on
+a node whose slurmd is dead, and read at each SIGCONT. If Slurm tracks processes by their parents or
+groups, a signal to a step reaches all of them: SIGTERM would end the workers of a data loader whose
+script is about to save, while SIGCONT has no effect on a process that runs. SIGTERM, which Slurm
+sends before the end of an allocation, is a stop.
 
 The module is run as a file, without its package, which costs a few milliseconds and megabytes; it
 must import only the standard library.

@@ -33,7 +33,8 @@ class RayCluster:
         self._process = subprocess.Popen(
             [sys.executable, "-c", DETACHED, sys.executable, "-P", str(MAIN)],
             env={
-                **{name: value for name, value in os.environ.items() if "COV" not in name},
+                # With CUDA_VISIBLE_DEVICES, no node may have more GPUs than it names.
+                **{name: value for name, value in os.environ.items() if "CUDA" not in name},
                 "RAY_TMPDIR": str(self.folder),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_enable_metrics_collection": "0",

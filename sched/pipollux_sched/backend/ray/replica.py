@@ -139,7 +139,7 @@ class RayReplica:
         elif actor.phase in ("none", "ended", "dead"):
             self._await_end(actor, snapshot)
         else:
-            self._waiting = "" if actor.phase == "running" else "Ray starts its actor."
+            self._waiting = ""
             self._insist(snapshot)
 
     def _await_start(self, actor: Actor, snapshot: Snapshot) -> None:
