@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from tests.programs import Forked
 from tests.ray.cluster import RayCluster
 from tests.sched.scripts import TOY, TRIAL
 
-from .runner import LIGHT, Cli, one_sentence, wait_until
+from .runner import LIGHT, Cli, wait_until
 from .test_cli_jobs_page import block_of, commands_of
+
+SCRIPT = TRIAL.read_text().replace('os.environ["PIPOLLUX_SWEEP"]', '"none"')
+"""Reports its loss, and is not in a sweep of Pipollux."""
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def test_trials_of_the_page(served: Cli, repository: Path, monkeypatch: pytest.M
     cli = served
     monkeypatch.chdir(cli.folder)
     monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(cli.state_dir))
-    (cli.folder / "train.py").write_text(TRIAL.read_text())
+    (cli.folder / "train.py").write_text(SCRIPT)
     search = cli.folder / "search.py"
     search.write_text(block_of_file(repository))
     kind: Any = runpy.run_path(str(search))["JobTrial"]
@@ -94,7 +99,9 @@ def test_trials_of_the_page(served: Cli, repository: Path, monkeypatch: pytest.M
     while not results[-1]["done"]:
         results.append(trial.step())
     assert results[-1]["loss"] is not None
-    assert [result["epoch"] for result in results] == sorted({x["epoch"] for x in results})
+    epochs = [result["epoch"] for result in results]
+    assert epochs == sorted(epochs)
+    assert len(set(epochs)) >= len(epochs) - 1, "only the end repeats one"
     trial.cleanup()
     assert cli.jobs()["tune-ab12-00000"]["phase"] == "Complete"
 
@@ -111,9 +118,11 @@ def test_trials_of_the_page(served: Cli, repository: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_search_of_the_page(served: Cli, ray_cluster: RayCluster, repository: Path) -> None:
     """Ray Tune itself, in the cluster of the jobs, where it is installed."""
-    pytest.importorskip("ray.tune", reason="ray[tune] is not installed", exc_type=ImportError)
+    # Not imported here, as Ray changes the environment of its process.
+    if subprocess.run([sys.executable, "-c", "import ray.tune"], capture_output=True).returncode:
+        pytest.skip("ray[tune] is not installed")
     cli = served
-    (cli.folder / "train.py").write_text(TRIAL.read_text())
+    (cli.folder / "train.py").write_text(SCRIPT)
     search = cli.folder / "search.py"
     search.write_text(block_of_file(repository).replace("num_samples=8", "num_samples=3"))
     environment = {**cli.environment, "RAY_AIR_NEW_OUTPUT": "0", "HOME": str(cli.folder)}
@@ -136,14 +145,6 @@ def test_addresses_that_are_refused(cli: Cli, options: list[str], words: str) ->
     done = cli("serve", *options)
     assert done.returncode != 0
     assert words in " ".join(re.sub(r"[│╭╰─╮╯]", " ", done.stderr).split())
-
-
-@pytest.mark.exhaustive
-def test_no_cluster_is_found(cli: Cli) -> None:
-    """Ray's own text has several lines."""
-    cli.environment["RAY_TMPDIR"] = str(cli.folder)
-    said = one_sentence(cli("serve", "--backend", "ray"), 1)
-    assert "no Ray cluster can be used at 'auto': " in said
 
 
 def block_of_file(repository: Path) -> str:
