@@ -107,8 +107,8 @@ def test_trials_of_the_page(served: Cli, repository: Path, monkeypatch: pytest.M
 
     stopped = kind()
     stopped.trial_id = "ab12_00001"
-    (cli.folder / "train.py").write_text(TOY.read_text().replace('"--steps"', '"--lr"'))
-    stopped.setup({"lr": 1_000_000})
+    (cli.folder / "train.py").write_text(TOY.read_text().replace("parse_args()", "parse_args([])"))
+    stopped.setup({"lr": 0.1})  # it never ends by itself
     wait_until(lambda: bool(cli.jobs()["tune-ab12-00001"]["training"]))
     stopped.cleanup()
     wait_until(lambda: cli.jobs()["tune-ab12-00001"]["phase"] == "Failed")

@@ -81,6 +81,16 @@ class Raylets:
         """End the other work of a node."""
         ray.kill(self._others.pop(name))
 
+    def reserve(self, group: str, name: str) -> None:
+        """Create a placement group of one CPU on a node."""
+        made = ray.util.placement_group(
+            [{"CPU": 1}],
+            name=group,
+            lifetime="detached",
+            bundle_label_selector=[{"ray.io/node-id": self.id_of(name)}],
+        )
+        ray.get(made.ready(), timeout=60)
+
     def end_actor(self, name: str, namespace: str) -> None:
         """Let an admin end an actor."""
         ray.kill(ray.get_actor(name, namespace))

@@ -23,7 +23,7 @@ from pipollux_sched.backend.base import (
     Signal,
 )
 from pipollux_sched.backend.ray import connection
-from pipollux_sched.backend.ray.connection import RayConnection
+from pipollux_sched.backend.ray.connection import Actor, RayConnection
 from pipollux_sched.backend.ray.engine import RayEngine, RayOptions
 from pipollux_sched.backend.ray.nodes import SETTLE_TIME
 from pipollux_sched.backend.replica import command
@@ -296,6 +296,29 @@ def test_a_folder_that_a_node_lacks_is_named(ray_cluster: RayCluster, tmp_path: 
                 ignored=AWAY,
             )
             assert found == {node: lost}
+    finally:
+        ray.close()
+
+
+def test_an_actor_on_another_node_starts_nothing(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """Whatever Ray has made of its placement group."""
+    ray = RayConnection(ray_cluster.address, "others", tmp_path / "log", 0.1)
+    mark = tmp_path / "mark"
+    ray_cluster.call("reserve", "others/toy.a1.r0", "n1")
+    try:
+        nodes = {found.name: key for key, found in ray.connect().nodes.items()}
+        ray.send("start", "toy.a1.r0", nodes["n2"], {"CPU": 1}, ["touch", str(mark)])
+
+        def is_dead() -> bool:
+            return ray.latest().actors.get("toy.a1.r0", Actor()).phase == "dead"
+
+        until(is_dead, "it is refused", ignored=AWAY)
+        assert ray.latest().actors["toy.a1.r0"].why == (
+            f"RuntimeError: Ray has placed it on node {nodes['n1']}, not {nodes['n2']}"
+        )
+        assert not mark.exists()
+        ray.send("end", "toy.a1.r0")
+        until(lambda: not ray.latest().groups, "its group is removed", ignored=AWAY)
     finally:
         ray.close()
 

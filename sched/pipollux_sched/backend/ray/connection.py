@@ -24,6 +24,8 @@ SLOW = 3.0
 """Seconds without an answer after which nothing more is sent."""
 RESTART_INTERVAL = 5.0
 """Seconds between two starts of the client."""
+LOG_LIMIT = 2**20
+"""Bytes above which the output of earlier clients is removed."""
 _DRIVER = Path(__file__).with_name("driver.py")
 
 
@@ -145,8 +147,12 @@ class RayConnection:
         return self._sent
 
     def close(self) -> None:
-        """End the client for good."""
+        """End the client for good, once it has done what was sent."""
         self._is_closed = True
+        if self._process is not None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                self.send("quit")
+                self._process.wait(SLOW)
         self._end()
 
     def _end(self) -> None:
@@ -160,7 +166,9 @@ class RayConnection:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, open(self._log, "wb", opener=supervisor.private) as log:
+        is_large = self._log.exists() and self._log.stat().st_size > LOG_LIMIT
+        mode = "wb" if is_large else "ab"
+        with theirs, open(self._log, mode, opener=supervisor.private) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_DRIVER), str(theirs.fileno()), *self._arguments],
                 stdin=subprocess.PIPE,

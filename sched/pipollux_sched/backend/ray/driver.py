@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import state as tables  # without a dashboard, the only tables per node
+from ray._private import state  # without a dashboard, the only tables of each node
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util import get_placement_group, list_named_actors, placement_group_table
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+TABLES: Any = state.state
 NODE_ID = "ray.io/node-id"
 """The label with the id of a node."""
 _DEATH = re.compile(r"The actor is dead because [^.\n]*\.|The actor's \w+ [^.\n]*\.")
@@ -39,8 +40,11 @@ _DEATH = re.compile(r"The actor is dead because [^.\n]*\.|The actor's \w+ [^.\n]
 class Holder:
     """An actor that holds the resources of a replica on its node, and starts its launcher."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    def __init__(self, node: str, words: Sequence[str]) -> None:
+        context = ray.get_runtime_context()
+        if context.get_node_id() != node:  # as versions did that ignored the labels of bundles
+            raise RuntimeError(f"Ray has placed it on node {context.get_node_id()}, not {node}")
+        gpus = context.get_accelerator_ids().get("GPU", [])
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the actor
         self._process = subprocess.Popen(
             [*words, str(os.getpid()), ",".join(gpus)],
@@ -116,7 +120,7 @@ class Driver:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0
             ),
-        ).remote(words)
+        ).remote(node, words)
 
     def wake(self, name: str) -> None:
         """Make a replica read its signal at once."""
@@ -145,8 +149,8 @@ class Driver:
         """Return nodes, groups, actors, and results of `fence` and `check` since the last call."""
         self._look_at_actors()
         groups = self._groups()  # before the resources: see `nodes`
-        free: dict[str, Any] = tables.state.available_resources_per_node()
-        draining = tables.state.get_draining_nodes()
+        free = TABLES.available_resources_per_node()
+        draining = TABLES.get_draining_nodes()
         nodes = {
             node["NodeID"]: (
                 node.get("NodeName", ""),
@@ -156,7 +160,7 @@ class Driver:
                 node.get("Labels", {}),
                 node["NodeID"] in draining,
             )
-            for node in tables.state.node_table()
+            for node in TABLES.node_table()
             if node["Alive"]
         }
         return {
@@ -242,6 +246,8 @@ def main(descriptor: str, address: str, namespace: str) -> None:
     driver, done = Driver(namespace), 0
     while True:
         method, *arguments = connection.recv()
+        if method == "quit":
+            return
         try:
             answer = getattr(driver, method)(*arguments)
         except (RayError, ValueError) as error:  # the engine asks again, as nothing has changed

@@ -114,9 +114,12 @@ class RayEngine(Engine):
         """What nodes do not see; empty: nothing."""
         self._check_at: dict[str, float] = {}
         state_dir.create()
+        identity = _identity(state_dir)
+        self._mark = state_dir.path / f".shared-{identity}"
+        self._mark.touch(0o600)  # no folder of another scheduler has it
         self._ray = RayConnection(
             options.address,
-            f"pipollux-{_identity(state_dir)}",
+            f"pipollux-{identity}",
             state_dir.path / "ray.log",
             options.interval,
         )
@@ -262,7 +265,7 @@ class RayEngine(Engine):
         for node in snapshot.nodes:
             if self._checked.get(node) != "" and now >= self._check_at.get(node, 0.0):
                 self._check_at[node] = now + CONNECT_TIMEOUT
-                needed = [sys.executable, supervisor.__file__, str(self._state_dir.path / IDENTITY)]
+                needed = [str(self._mark), sys.executable, supervisor.__file__]
                 with suppress(OSError):
                     self._ray.send("check", node, str(self._state_dir.path), needed)
 

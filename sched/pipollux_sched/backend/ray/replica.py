@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -134,7 +135,9 @@ class RayReplica:
             self._lose(f"Ray has lost node {self.record.node}.")
         elif snapshot.done < self._last:
             return  # a message was under way
-        elif actor.phase in ("none", "pending") and not self._begun.exists():
+        elif (
+            actor.phase in ("none", "pending", "dead" if self._told else "") and not self._has_begun
+        ):
             self._await_start(actor, snapshot)
         elif actor.phase in ("none", "ended", "dead"):
             self._await_end(actor, snapshot)
@@ -152,7 +155,7 @@ class RayReplica:
                 self._waiting = f"Ray has not reserved its resources on {where}: {group.why}."
             else:
                 self._waiting = "Ray starts its actor."
-        elif actor.phase == "pending" or self.name in snapshot.groups:
+        elif actor.phase != "none" or self.name in snapshot.groups:
             self._tell("end")
         elif self._told == Signal.STOP.value:
             self.ended = Ended(STOPPED, ReplicaResult(asked=True))
@@ -218,6 +221,12 @@ class RayReplica:
         with suppress(OSError):  # the caller repeats the signal
             self._files.write_signal(what)
             self._told = what
+
+    @property
+    def _has_begun(self) -> bool:
+        with suppress(OSError):
+            os.listdir(self._begun.parent)  # over NFS, a new file becomes visible only after this
+        return self._begun.exists()
 
     @property
     def _begun(self) -> Path:
