@@ -9,7 +9,6 @@ are files in the state directory, which all nodes share.
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import shutil
 import sys
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipollux_agent import supervisor
-from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import (
     BackendError,
     ClusterUnavailableError,
@@ -34,15 +32,14 @@ from pipollux_sched.backend.base import (
 )
 from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
-from pipollux_sched.backend.replica.inherited import inherited
+from pipollux_sched.backend.replica.replica_process import LOG_LIMIT
 from pipollux_sched.backend.replica.step_files import StepFiles, step_name
-from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
+from pipollux_sched.backend.replica.variables import step_variables
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .connection import CONNECT_TIMEOUT, RayConnection, Snapshot
-from .launcher import VISIBLE
 from .nodes import NodeTable
 from .replica import RayRecord, RayReplica, find_records
 
@@ -168,13 +165,22 @@ class RayEngine(Engine):
         if node not in nodes or node_id is None:
             raise ClusterUnavailableError(f"the Ray cluster has no node {node} any more")
         on_gpus = nodes[node].spec.kind == "gpu"
+        files, log = StepFiles.of(self._state_dir, key), self._state_dir.log(*key)
+        own = [sys.executable, "-I", "-S", supervisor.__file__, "--step", str(files.base), str(log)]
         record = RayRecord(
             node=node,
             node_id=node_id,
             bundle=_bundle(program, launch.num_stages, on_gpus=on_gpus),
             gpus=launch.num_stages if on_gpus else 0,
-            command=agent_command(program, launch, replica),
-            environment=self._environment(program, launch, replica, on_gpus=on_gpus),
+            command=[*own, str(LOG_LIMIT), *agent_command(program, launch, replica)],
+            environment=step_variables(
+                program,
+                launch,
+                replica,
+                on_gpus=on_gpus,
+                result=files.result,
+                pass_on=self._pass_on,
+            ),
             directory=str(program.directory or Path.cwd()),
         )
         made = self._replica(key, record)
@@ -281,20 +287,6 @@ class RayEngine(Engine):
         if nodes and not any(node.ready for node in nodes.values()):
             name, node = next(iter(nodes.items()))
             raise BackendError(f"node {name} of the Ray cluster: {node.reason}")
-
-    def _environment(
-        self, program: ReplicaProgram, launch: Launch, replica: int, *, on_gpus: bool
-    ) -> dict[str, str]:
-        files = StepFiles.of(self._state_dir, launch.key(replica))
-        devices = (gpu_variables if on_gpus else cpu_variables)(launch.num_stages)
-        passed = inherited(os.environ, self._pass_on)
-        return {
-            **{name: value for name, value in passed.items() if name not in VISIBLE},
-            **replica_variables(program, launch, replica),
-            **devices,
-            **variables.RESULT_FILE.write(files.result),
-            **variables.AGENT_FOLDER.write(files.result.with_suffix(".agent")),
-        }
 
 
 def _bundle(program: ReplicaProgram, num_stages: int, *, on_gpus: bool) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Starts the supervisor of a replica on its node, once, for an actor of Ray.
 
-    python -I -S launcher.py SUPERVISOR BASE LOG LIMIT ACTOR GPUS
+    python -I -S launcher.py BASE LOG ACTOR GPUS
 
-Its parent is the actor with process id ACTOR, and its child `pipollux_agent.supervisor --step`. Ray
-kills the children of an actor with it; then this process is killed, and the supervisor gets SIGTERM
-from the kernel, so that the job saves. The module must import only the standard library.
+It runs the command of the record BASE.json: `pipollux_agent.supervisor --step`. Its parent is the
+actor with process id ACTOR. Ray kills the children of an actor with it; then this process is
+killed, and the supervisor gets SIGTERM from the kernel, so that the job saves. The module must
+import only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def end_with(parent: int, number: signal.Signals) -> None:
         os._exit(NOT_STARTED)
 
 
-def main(supervisor: str, base: str, log: str, limit: str, actor: str, gpus: str) -> int:
+def main(base: str, log: str, actor: str, gpus: str) -> int:
     """Run the supervisor to its end; return the exit status of a shell."""
     end_with(int(actor), signal.SIGKILL)
     try:
@@ -47,12 +48,11 @@ def main(supervisor: str, base: str, log: str, limit: str, actor: str, gpus: str
         shown = {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}
         environment |= shown or {VISIBLE[0]: gpus}
     own = os.getpid()
-    words = [sys.executable, "-I", "-S", supervisor, "--step", base, log, limit]
     try:
         if len(gpus.split(",")) * bool(gpus) != record["gpus"]:
             raise OSError(f"Ray assigned the GPUs '{gpus}' to a replica of {record['gpus']}")
         child = subprocess.Popen(
-            [*words, *record["command"]],
+            record["command"],
             env=environment,
             cwd=record["directory"],
             stdin=subprocess.DEVNULL,

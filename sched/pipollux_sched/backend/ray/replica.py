@@ -16,7 +16,7 @@ from typing import Any
 from pipollux_agent import supervisor
 from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
-from pipollux_sched.backend.replica.replica_process import LOG_LIMIT, replicas_in
+from pipollux_sched.backend.replica.replica_process import replicas_in
 from pipollux_sched.backend.replica.step_files import StepFiles, step_name
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.store import StateDir
@@ -45,6 +45,7 @@ class RayRecord:
     bundle: Mapping[str, float]
     gpus: int
     command: list[str]
+    """The supervisor, with the agent."""
     environment: Mapping[str, str]
     directory: str
 
@@ -110,8 +111,7 @@ class RayReplica:
 
     def start(self) -> None:
         """Send its start."""
-        words = [sys.executable, "-I", "-S", str(LAUNCHER), supervisor.__file__]
-        words += [str(self._files.base), str(self._log), str(LOG_LIMIT)]
+        words = [sys.executable, "-I", "-S", str(LAUNCHER), str(self._files.base), str(self._log)]
         self._tell("start", self.record.node_id, dict(self.record.bundle), words)
 
     def signal(self, what: Signal) -> None:
