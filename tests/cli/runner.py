@@ -58,18 +58,11 @@ class Cli:
         )
 
     def serve(
-        self,
-        *args: str,
-        cluster: str | None = "cluster.yaml",
-        nodes: str = "1 node",
-        at: str = "http://127.0.0.1:",
+        self, *args: str, cluster: str | None = "cluster.yaml", at: str = "http://127.0.0.1:"
     ) -> Forked:
-        """Start a scheduler, and return when it answers `at` a URL that begins so.
-
-        Without a `cluster` file, it has so many `nodes`.
-        """
+        """Start a scheduler, and return when it answers `at` a URL that begins so."""
         file = ["--cluster", cluster] if cluster else []
-        serving = "Serving 2 nodes with 4 slots at" if cluster else f"Serving {nodes} with"
+        serving = "Serving 2 nodes with 4 slots at" if cluster else "Serving 1 node with"
         command = ["serve", *file, *args]
         server = Forked(self.program, command, self.environment, self.folder)
         self.servers.append(server)

@@ -34,7 +34,16 @@ def served(cli: Cli, ray_cluster: RayCluster) -> Cli:
 
 
 def serve(cli: Cli) -> Forked:
-    return cli.serve("--backend", "ray", "--interval", "1", cluster=None, nodes="2 nodes")
+    command = ["serve", "--backend", "ray", "--interval", "1"]
+    server = Forked(cli.program, command, cli.environment, cli.folder)
+    cli.servers.append(server)
+
+    def serves() -> bool:
+        assert server.poll() is None, server.errors
+        return "Serving 2 nodes with 8 slots at http://127.0.0.1:" in server.output
+
+    wait_until(serves)
+    return server
 
 
 def actors(cluster: RayCluster, cli: Cli) -> list[str]:

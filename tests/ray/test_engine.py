@@ -324,15 +324,18 @@ def test_an_actor_on_another_node_starts_nothing(ray_cluster: RayCluster, tmp_pa
 
 
 def test_two_schedulers_are_separate(
-    case: RayCase, scheduler: Scheduler, ray_cluster: RayCluster, tmp_path: Path
+    scheduler: Scheduler, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Two state directories have two namespaces: neither ends the replicas of the other."""
+    """Neither ends the replicas of the other, although job, attempt and script are the same."""
     run_toy(scheduler, "n1")
     (tmp_path / "b").mkdir()
     other = RayCase(tmp_path / "b", ray_cluster)
     try:
-        assert other.engine.recover((), 0.0) == []
-        assert other.engine.listing().replicas == {}
+        beside = Scheduler(other, scheduler._service)
+        assert beside.attempts.recover(0.0) == []
+        assert beside.listing().replicas == {}
+        beside.apply("toy", ["n2"], "--steps=3")
+        assert beside.exited("toy") == Exited(1, Outcome.COMPLETE)
     finally:
         other.close()
     assert scheduler.listing().replicas[KEY].ended is None

@@ -264,6 +264,8 @@ class RayEngine(Engine):
     def _check_nodes(self, snapshot: Snapshot) -> None:
         """Note the results of checks, and start those of new nodes."""
         now = time.monotonic()
+        for known in self._checked.keys() - snapshot.nodes.keys():
+            del self._checked[known], self._check_at[known]
         for node, lost in snapshot.checked.items():
             if lost is not None:
                 self._checked[node] = lost
