@@ -16,7 +16,12 @@ import pytest
 
 from tests.extent import APART, explores, is_exhaustive, load_profile, needs, share_of
 
-pytest_plugins = ["tests.hosts.fixtures", "tests.kubernetes.fixtures", "tests.reruns"]
+pytest_plugins = [
+    "tests.hosts.fixtures",
+    "tests.kubernetes.fixtures",
+    "tests.ray.fixtures",
+    "tests.reruns",
+]
 
 # One thread a process, also in threads that torchgpipe starts: tests run several processes at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -89,7 +89,8 @@ def _left_behind(command: list[str]) -> list[int]:
     The command line of a process that runs the script has the words of `command`.
     """
     known = (variables.JOB_ID, variables.ATTEMPT, variables.REPLICA)
-    marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR")
+    # Jobs of two schedulers on one machine may have the same name.
+    marks = (*(variable.name for variable in known), "PIPOLLUX_STATE_DIR", "PIPOLLUX_STEP")
     wanted = {f"{name}={os.environ[name]}".encode() for name in marks if name in os.environ}
     words = {os.fsencode(word) for word in command}
     if not wanted or not os.path.isdir("/proc/self"):

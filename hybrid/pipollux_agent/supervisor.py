@@ -1,7 +1,7 @@
 """Runs one command for a scheduler that may end before it, and records how it ended.
 
     python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
-    python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same in a Slurm step
+    python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same on a node of a cluster
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
 agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
@@ -9,15 +9,15 @@ whether it was asked to stop and the exit status of COMMAND. STATUS is written a
 space reserved for that on a full disk. The output of COMMAND goes to LOG (renamed to LOG.from-START
 when it reaches LIMIT bytes).
 
-In a Slurm step, STATUS is BASE.exit, and LOG is written on the node; all nodes share both folders.
-So neither depends on srun, which exits with status 0 when a node fails, and is lost with its own
-machine. A request is the content of the file BASE.signal: "stop" sends SIGTERM to COMMAND alone;
-"kill", and "gone" (another step replaces this one), kill all processes of the step, also orphans
-that Slurm may not find. The file is polled, which also works on a node whose slurmd is dead, and
-read at each SIGCONT. If Slurm tracks processes by their parents or groups, a signal to a step
-reaches all of them: SIGTERM would end the workers of a data loader whose script is about to save,
-while SIGCONT has no effect on a process that runs. SIGTERM, which Slurm sends before the end of an
-allocation, is a stop.
+In a step of Slurm, or below an actor of Ray, STATUS is BASE.exit, and LOG is written on the node;
+all nodes share both folders. So neither depends on srun, which exits with status 0 when a node
+fails, and is lost with its own machine. A request is the content of the file BASE.signal: "stop"
+sends SIGTERM to COMMAND alone; "kill", and "gone" (another step replaces this one), kill all
+processes of the step, also orphans that Slurm may not find. The file is polled, which also works on
+a node whose slurmd is dead, and read at each SIGCONT. If Slurm tracks processes by their parents or
+groups, a signal to a step reaches all of them: SIGTERM would end the workers of a data loader whose
+script is about to save, while SIGCONT has no effect on a process that runs. SIGTERM, which Slurm
+sends before the end of an allocation, is a stop.
 
 The module is run as a file, without its package, which costs a few milliseconds and megabytes; it
 must import only the standard library.

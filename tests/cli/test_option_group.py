@@ -71,6 +71,7 @@ def test_each_option_of_serve_is_under_a_heading() -> None:
         "Jobs",
         "Server and TLS",
         "With --backend kubernetes",
+        "With --backend ray",
         "With --backend slurm",
     }
     assert headings[None] <= 3

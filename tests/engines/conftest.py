@@ -18,7 +18,7 @@ from .local import LocalCase
 if TYPE_CHECKING:
     from tests.kubernetes.cluster import Cluster
 
-SHARED = {"slurm": "slurm", "kubelets": "kubelets"}
+SHARED = {"ray": "ray_cluster", "slurm": "slurm", "kubelets": "kubelets"}
 """The fixture with the cluster of a case, where it outlasts a test."""
 
 
@@ -49,6 +49,11 @@ def _make(request: pytest.FixtureRequest, folder: Path, stack: ExitStack) -> Eng
         pool = slurm.allocate(f"--nodelist={','.join(NODES)}", "--gres=gpu:4", "--exclusive")
         stack.callback(slurm.call, "scancel", str(pool))
         return SlurmCase(folder, request.getfixturevalue("hosts"), slurm, pool)
+
+    if request.param == "ray":
+        from .ray import RayCase
+
+        return RayCase(folder, request.getfixturevalue("ray_cluster"))
 
     from .kubernetes import KubernetesCase, TrainJobCase
 

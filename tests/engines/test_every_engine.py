@@ -23,15 +23,16 @@ ENGINES = {
     "local": (),
     "memory": (),
     "trainjobs": (),
+    "ray": pytest.mark.exhaustive,
     "slurm": pytest.mark.exhaustive,
     "kubelets": pytest.mark.kubernetes,
 }
 """The cases, and where they run."""
 
 
-def on(*names: str, rarely: tuple[str, ...] = ()) -> Any:
-    """Run a test on the engines of these names; on some of them, left to `--exhaustive`."""
-    marks = ENGINES | dict.fromkeys(rarely, pytest.mark.exhaustive)
+def on(*names: str, rarely: tuple[str, ...] = (), usually: tuple[str, ...] = ()) -> Any:
+    """Run a test on the engines of these names; on some of them, left to `--exhaustive` or not."""
+    marks = ENGINES | dict.fromkeys(rarely, pytest.mark.exhaustive) | dict.fromkeys(usually, ())
     cases = [pytest.param(name, marks=marks[name]) for name in names]
     return pytest.mark.parametrize("case", cases, indirect=True)
 
@@ -55,7 +56,7 @@ def test_nodes_and_refusals(case: EngineCase) -> None:
         assert "\n" not in str(refused.value)
 
 
-@on_all
+@on(*ENGINES, usually=("ray",))
 def test_an_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """Two replicas with what they need to know; they save when told, and their logs stay."""
     program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
@@ -165,7 +166,7 @@ def test_a_script_that_ends_as_if_stopped_has_failed(scheduler: Scheduler, statu
     assert ", but was not asked to stop" in head
 
 
-@on("local", "slurm")
+@on("local", "ray", "slurm")
 def test_a_script_that_daemonises_itself_is_not_complete(
     case: EngineCase, scheduler: Scheduler
 ) -> None:
@@ -192,7 +193,7 @@ def test_a_newer_attempt_goes_on_where_the_older_stopped(scheduler: Scheduler) -
     assert f"goes on from step {stopped.step}\n" in said
 
 
-@on("local", "memory", "slurm", "kubelets", rarely=("local",))
+@on("local", "memory", "ray", "slurm", "kubelets", rarely=("local",))
 def test_a_replica_joins_and_another_leaves_while_one_runs(
     case: EngineCase, scheduler: Scheduler
 ) -> None:
@@ -246,7 +247,7 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     assert case.processes() == []
 
 
-@on("local", "slurm")
+@on("local", "ray", "slurm")
 def test_an_agent_that_is_killed_leaves_no_folder(
     case: EngineCase, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

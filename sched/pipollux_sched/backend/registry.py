@@ -56,6 +56,7 @@ def _later(module: str) -> Factory:
 ENGINES: Mapping[str, Factory] = {
     "local": _local,
     "kubernetes": _later("pipollux_sched.backend.kubernetes.factory"),
+    "ray": _later("pipollux_sched.backend.ray.engine"),
     "slurm": _later("pipollux_sched.backend.slurm.engine"),
 }
 

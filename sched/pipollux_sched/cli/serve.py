@@ -39,6 +39,7 @@ from .options import (
 )
 from .serve_address import AddressFlags, server_address
 from .serve_kubernetes_options import KubernetesFlags, kubernetes_options
+from .serve_ray_options import RayFlags, ray_options
 from .serve_slurm_options import SlurmFlags, slurm_pools
 
 SWITCH_INTERVAL = 0.0005
@@ -159,6 +160,7 @@ def serve(
     jobs: JobFlags,
     address: AddressFlags,
     kubernetes: KubernetesFlags,
+    ray: RayFlags,
     slurm: SlurmFlags,
 ) -> None:
     """Run the scheduler of a cluster in the foreground, until Ctrl-C.
@@ -171,11 +173,11 @@ def serve(
 
     With the local backend, nodes are virtual: each is a name and a number of slots
     of this machine. A slot is a GPU, or a CPU device of one thread on nodes of kind
-    cpu. Other backends use the nodes of a cluster: see docs/howto/slurm.md and
-    docs/howto/kubernetes.md.
+    cpu. Other backends use the nodes of a cluster: see docs/howto/slurm.md,
+    docs/howto/kubernetes.md and docs/howto/ray.md.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    own = kubernetes_options(nodes.backend, kubernetes)
+    own = kubernetes_options(nodes.backend, kubernetes) or ray_options(nodes.backend, ray)
     directory = StateDir.choose(state_dir)
     pools, bounds = slurm_pools(nodes.backend, directory, slurm)
     rules: AutoscalingRules | None

@@ -18,8 +18,13 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
 from pipollux_sched.store import JobRecord
 
-_ON_MACHINES = ("local", "slurm")
+_ON_MACHINES = ("local", "ray", "slurm")
 """Backends whose replicas are processes of a machine; others run containers."""
+_WITHOUT_USERS = {
+    "kubernetes": "whose pods run as their image says",
+    "ray": "whose jobs run as the user who runs Ray",
+}
+"""Backends that cannot run jobs as other users, and why."""
 
 
 def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
@@ -87,10 +92,10 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
 def check_run_as(token: NewToken, backend: str) -> str:
     """Return a warning about a token holder's rights; `SpecError`: no job can run as `run_as`."""
     if token.run_as is not None:
-        if backend not in _ON_MACHINES:
+        if backend in _WITHOUT_USERS:
             raise SpecError(
-                f"run_as: '{token.run_as}' is of no use with the {backend} backend, whose pods run "
-                "as their image says; leave it out"
+                f"run_as: '{token.run_as}' is of no use with the {backend} backend, "
+                f"{_WITHOUT_USERS[backend]}; leave it out"
             )
         reason = why_not_as(token.run_as) or why_no_python(token.run_as)
         if reason is not None:
@@ -99,11 +104,12 @@ def check_run_as(token: NewToken, backend: str) -> str:
         return ""
     if token.run_as not in (None, own_name()):
         return ""
-    remedy = (
-        "to run them as another user of the machine, pass --run-as"
-        if os.geteuid() == 0
-        else "only a scheduler that runs as root can run them as another user (--run-as)"
-    )
+    if backend in _WITHOUT_USERS:
+        remedy = f"the {backend} backend runs all jobs as one user"
+    elif os.geteuid() == 0:
+        remedy = "to run them as another user of the machine, pass --run-as"
+    else:
+        remedy = "only a scheduler that runs as root can run them as another user (--run-as)"
     return (
         f"jobs of '{token.name}' run as '{own_name()}', as the scheduler does, and can read and "
         f"change all that it can, its tokens too: '{token.name}' must be trusted as an admin is; "

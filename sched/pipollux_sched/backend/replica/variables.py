@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
+
+from .inherited import inherited
+
+_SET_ON_NODES = frozenset(
+    ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+)
+"""Variables that clusters set on a node, and that may be set on the scheduler's own machine."""
 
 
 def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> dict[str, str]:
@@ -57,4 +66,30 @@ def gpu_variables(num_stages: int) -> dict[str, str]:
     return {
         **variables.DEVICES.write(tuple(f"cuda:{stage}" for stage in range(num_stages))),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+
+
+def step_variables(
+    program: ReplicaProgram,
+    launch: Launch,
+    replica: int,
+    *,
+    on_gpus: bool,
+    result: Path,
+    pass_on: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the environment of a replica on a node of a cluster, which assigns its GPUs.
+
+    Its slots are GPUs, or CPUs. The agent writes its `result`. `pass_on` names variables of the
+    scheduler besides those of `inherited`.
+    """
+    passed = inherited(os.environ, pass_on)
+    # An agent of another user may not enter the folder of the result.
+    agent = result.with_suffix(".agent")
+    return {
+        **{name: value for name, value in passed.items() if name not in _SET_ON_NODES},
+        **replica_variables(program, launch, replica),
+        **(gpu_variables if on_gpus else cpu_variables)(launch.num_stages),
+        **variables.RESULT_FILE.write(result),
+        **({} if program.run_as else variables.AGENT_FOLDER.write(agent)),
     }

@@ -28,6 +28,7 @@ from pipollux_sched.backend.base import (
 )
 from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
+from pipollux_sched.backend.replica.step_files import read_step_name, step_name
 from pipollux_sched.backend.run_as import as_user_command, check_account
 from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
 from pipollux_sched.store import StateDir
@@ -38,13 +39,7 @@ from .nodes import NodeStates, is_silent, is_unknown
 from .orphans import Orphans
 from .output import StepLine
 from .pools import Pools, own_allocation
-from .record import (
-    ReplicaFiles,
-    ReplicaRecord,
-    find_records,
-    read_step_name,
-    step_name,
-)
+from .record import ReplicaFiles, ReplicaRecord, find_records
 from .replica_step import ReplicaStep, why_gone
 from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
 from .step_command import srun_command, step_environment

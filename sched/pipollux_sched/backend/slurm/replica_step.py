@@ -14,12 +14,13 @@ from pipollux_agent import supervisor
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
 from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.backend.replica.replica_process import SessionProcess
+from pipollux_sched.backend.replica.step_files import step_name
 from pipollux_sched.store.log_files import read_tail
 
 from .commands import is_away
 from .nodes import is_silent, why_down
 from .output import StepLine
-from .record import ReplicaFiles, ReplicaRecord, step_name
+from .record import ReplicaFiles, ReplicaRecord
 from .snapshot import SlurmSnapshot
 
 EXIT_PATIENCE = 6.0

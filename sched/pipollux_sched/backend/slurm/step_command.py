@@ -8,20 +8,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipollux_agent import supervisor
-from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import Launch, ReplicaProgram
-from pipollux_sched.backend.replica.inherited import inherited
 from pipollux_sched.backend.replica.replica_process import LOG_LIMIT
-from pipollux_sched.backend.replica.variables import cpu_variables, gpu_variables, replica_variables
+from pipollux_sched.backend.replica.variables import step_variables
 
 from .commands import controller_variables
 from .output import Share
 
 _MIB = 2**20
-_SET_BY_SLURM = frozenset(
-    ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-)
-"""Variables that differ by node, and may be set on the scheduler's own machine."""
 
 
 def srun_command(
@@ -77,21 +71,8 @@ def step_environment(
     result: Path,
     pass_on: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the environment of srun, which passes all of it on to the replica.
-
-    Its slots are GPUs, which Slurm assigns, or CPUs. The agent writes its `result`. `pass_on` names
-    variables of the scheduler besides those of `inherited`.
+    """Return the environment of srun, which passes all of it on to the replica: see
+    `step_variables`.
     """
-    devices = (gpu_variables if on_gpus else cpu_variables)(launch.num_stages)
-    # An agent of another user may not enter the folder of the result.
-    agent = result.with_suffix(".agent")
-    own_folder = {} if program.run_as else variables.AGENT_FOLDER.write(agent)
-    passed = inherited(os.environ, pass_on)
-    return {
-        **{name: value for name, value in passed.items() if name not in _SET_BY_SLURM},
-        **controller_variables(os.environ),
-        **replica_variables(program, launch, replica),
-        **devices,
-        **variables.RESULT_FILE.write(result),
-        **own_folder,
-    }
+    own = step_variables(program, launch, replica, on_gpus=on_gpus, result=result, pass_on=pass_on)
+    return {**controller_variables(os.environ), **own}

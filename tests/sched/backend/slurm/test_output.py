@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipollux_sched.backend.base import ReplicaKey
+from pipollux_sched.backend.replica.step_files import read_step_name, step_name
 from pipollux_sched.backend.slurm.commands import (
     controller_variables,
     is_away,
@@ -24,7 +26,6 @@ from pipollux_sched.backend.slurm.output import (
     seconds,
 )
 from pipollux_sched.backend.slurm.pools import OwnAllocation, ends_within, own_allocation
-from pipollux_sched.backend.slurm.record import ReplicaKey, read_step_name, step_name
 from pipollux_sched.backend.slurm.replica_step import slurm_messages
 from pipollux_sched.backend.slurm.snapshot import SlurmAllocation, SlurmSnapshot
 

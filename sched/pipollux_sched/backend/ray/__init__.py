@@ -1,0 +1,1 @@
+"""The Ray engine: replicas as processes below actors of a Ray cluster."""
