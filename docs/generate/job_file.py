@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pipollux_protocol.reference import table
 from pipollux_sched.spec.dependencies import Dependency
 from pipollux_sched.spec.job import ClusterSpec, JobBatch, JobSpec, NodeSpec, ResourceSpec
+from pipollux_sched.spec.notify import NotifySpec
 from pipollux_sched.spec.sweep import SearchRange, SweepSpec
 from pipollux_sched.spec.teams import PrioritySpec, TeamSpec, TeamsSpec
 
@@ -19,6 +20,7 @@ MODELS: dict[str, tuple[str, type[BaseModel]]] = {
     "JobBatch": ("Job file", JobBatch),
     "JobSpec": ("Jobs", JobSpec),
     "Dependency": ("Dependencies", Dependency),
+    "NotifySpec": ("Notifications", NotifySpec),
     "SweepSpec": ("Sweeps", SweepSpec),
     "SearchRange": ("Search ranges", SearchRange),
     "ResourceSpec": ("Resources", ResourceSpec),

@@ -34,6 +34,10 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "image": ("registry.example/train:1", "registry.example/train:2"),
     "family": ("resnet", ""),
     "args": (["--epochs", "3"], ["--epochs", "4"]),
+    "notify": (
+        [{"channel": "ops", "events": ["failed"]}],
+        [{"channel": "ops", "events": ["completed"]}],
+    ),
     "after": ([{"job": "prepare", "when": "ended"}], [{"job": "prepare", "when": "failed"}]),
     "num_stages": (2, 4),
     "stage_choices": ([1, 2, 4], [2, 4]),
@@ -99,7 +103,7 @@ def test_all_fields_of_a_job_file_have_values_here() -> None:
 
 def test_what_a_job_file_says_a_resource_says(client: Client) -> None:
     """Nothing is lost on the way to a resource and back, nor pruned by the API server."""
-    spec = WHOLE.model_dump(mode="json")
+    spec = WHOLE.revealed()
     client.create(Job(metadata={"name": "whole"}, spec=resource_spec(spec)))
     kept = client.get(Job, "whole").to_dict()
     assert job_spec(view_job(kept)) == WHOLE

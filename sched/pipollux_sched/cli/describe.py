@@ -30,6 +30,7 @@ from pipollux_utils.text import (
 from .console import TextFormat, print_data, print_result
 from .forecast_text import forecast_lines
 from .jobs import PHASE_STYLES
+from .notification_table import notification_table
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 from .sweeps import best_first, trial_table
@@ -79,6 +80,8 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
         parts += _section(title, _pairs(rows))
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
     parts += _section("Attempts", _attempts(job.attempts))
+    if job.notifications:
+        parts += _section("Notifications", notification_table(job.notifications, now))
     lines = [clean(event_line(event) or "") for event in job.events]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 

@@ -275,7 +275,8 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if event.outcome is Outcome.STOPPED:
         why = event.message or "The job was stopped from outside and is started again."
         stopped = stopped_record(event.attempt, event.step, event.checkpoint)
-        restarting = Record("restarting", event.attempt, {"why": why, "restarts": state.failures})
+        told = {"why": why, "restarts": state.failures, "cluster": True}
+        restarting = Record("restarting", event.attempt, told)
         # Back off if a cluster repeatedly ends each new attempt.
         interruptions = 1 if state.training else state.interruptions + 1
         waiting = enter(
@@ -365,7 +366,8 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
     lost = [replica for replica, node in places if node == event.node]
     if lost and resizes.can_survive(state, lost):
         return resizes.let_go(state, lost, event.why)
-    record = Record("stopping", event.attempt, {"why": event.why})
+    # `cluster`: neither the scheduler nor a person took the slots.
+    record = Record("stopping", event.attempt, {"why": event.why, "cluster": True})
     kill = Kill(event.attempt, event.why)
     if state.intent not in (None, Intent.MOVE):
         return state, (record, kill)

@@ -38,6 +38,7 @@ from .names import (
     check_image,
     schema_bounds,
 )
+from .notify import NotifySpec, check_entries
 from .sweep import Parameters, SweepSpec, check_placeholders, fill_in, trial_name
 from .variables import check_variables
 
@@ -266,10 +267,28 @@ class JobSpec(Spec):
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
     """Time without an optimizer step, after the first one, after which the job is restarted; none:
     no limit."""
+    notify: Annotated[List[NotifySpec], AfterValidator(check_entries)] = Field(
+        default=(),
+        description="a list such as [{channel: ops, events: [completed, failed]}]",
+        repr=False,
+    )
+    """Where to send notifications about the job, and which."""
     hints: HintsField | None = None
     """Hints that the job starts with, such as measured performance parameters."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
     """Current allocation, one node name per replica. Only `pipollux plan` reads it."""
+
+    @field_serializer("notify")
+    def _notify_to_json(self, _notify: Sequence[NotifySpec]) -> List[NotifySpec]:
+        # Destinations hold secrets: they are left out everywhere, except by `revealed`.
+        return ()
+
+    def revealed(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """Return the job as JSON with the destinations of notifications, to be sent."""
+        data = self.model_dump(mode="json", exclude_defaults=exclude_defaults)
+        return data | (
+            {"notify": [entry.revealed() for entry in self.notify]} if self.notify else {}
+        )
 
     @field_serializer("hints")
     def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
@@ -350,6 +369,7 @@ class JobSpec(Spec):
             "sweep": None,
             "after": (),
             "deadline": None,
+            "notify": (),
         }
         return self.model_copy(update=changes)
 

@@ -29,6 +29,7 @@ from .job_cache import JobCache
 from .job_list import JobQuery
 from .journal import Change, StartingJob
 from .launches import LaunchRecords
+from .notifications import NotificationRecords
 from .queries import Overview
 from .records import (
     AttemptRecord,
@@ -87,6 +88,7 @@ class Store:
         self.deletions = Deletions(self._database, clock)
         self.sweeps = Sweeps(self._database, clock)
         self.forecasts = ForecastRecords(self._database, clock)
+        self.notifications = NotificationRecords(self._database, clock)
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.

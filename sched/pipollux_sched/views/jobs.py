@@ -12,6 +12,7 @@ from pipollux_sched.store import JobOrder, JobQuery, JobRecord, StaleAttemptErro
 from .changes import change_under_way
 from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
+from .notifications import notification_view
 
 NUM_EVENTS = 10
 """Number of newest events in a job's details."""
@@ -79,6 +80,9 @@ def job_details(
         planned_by=planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
+        notifications=[
+            notification_view(one) for one in store.notifications.recent(NUM_EVENTS, job=job.name)
+        ],
     )
 
 

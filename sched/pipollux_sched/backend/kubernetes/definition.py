@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from pipollux_sched.spec.dependencies import Dependency
 from pipollux_sched.spec.job import JobSpec, ResourceSpec
+from pipollux_sched.spec.notify import NotifySpec
 
 from . import names
 from .job_resource import camel_case
@@ -37,7 +38,7 @@ _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {
-    model.__name__: model for model in (ResourceSpec, Dependency)
+    model.__name__: model for model in (ResourceSpec, Dependency, NotifySpec)
 }
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
