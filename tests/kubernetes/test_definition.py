@@ -57,6 +57,10 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "working_dir": ("/app", "/data"),
     "checkpoint_dir": ("/data/a", "/data/b"),
     "max_restarts": (0, 1),
+    "python": ("/opt/env/bin/python", "/opt/env/bin/python3"),
+    "exit_codes": ({"fail": [2], "ignore": [75]}, {"fail": [3]}),
+    "memory_limit": ("12GiB", 2**34),
+    "max_run_time": ("12h", 60),
     "deadline": ("36h", 3600),
     "start_timeout": ("2h", 90),
     "hang_timeout": ("90.5s", "2m"),
@@ -98,7 +102,20 @@ def test_the_file_is_the_one_that_is_generated() -> None:
 
 
 def test_all_fields_of_a_job_file_have_values_here() -> None:
-    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"}
+    others = {"module", "command"}  # in place of a script
+    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"} - others
+
+
+def test_a_module_or_a_command_in_place_of_a_script(client: Client) -> None:
+    image = "registry.example/train:1"
+    for number, given in enumerate(({"module": "package.train"}, {"command": "./train.sh && x"})):
+        create(client, f"job-{number}", image=image, **given)
+        kept = client.get(Job, f"job-{number}").to_dict()
+        assert job_spec(view_job(kept)) == parse_job(
+            {"name": f"job-{number}", "image": image, **given}
+        )
+    with pytest.raises(ApiError, match="script is missing"):
+        create(client, "none", image=image)
 
 
 def test_what_a_job_file_says_a_resource_says(client: Client) -> None:

@@ -26,6 +26,7 @@ from .forecasts import PastForecast, StoredForecast
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
+from .journal import RunTime
 from .notifications import DeliveryState, Notification, NotifyRule
 from .queries import CompletedRecord, Glance, NoisePoint
 from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
@@ -70,6 +71,7 @@ __all__ = [
     "ReceivedHeartbeat",
     "ReceivedHints",
     "ReceivedReport",
+    "RunTime",
     "ServerInfo",
     "StaleAttemptError",
     "StateDir",
