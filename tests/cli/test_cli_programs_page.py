@@ -90,29 +90,26 @@ def test_the_page_about_programs(cli: Cli, repository: Path) -> None:
 
 
 def test_a_replica_that_uses_too_much_memory(cli: Cli) -> None:
-    cli.program = LIGHT
-    cli.serve()
-    (cli.folder / "hungry.py").write_text(HUNGRY)
-    body = {"script": "hungry.py", "memory_limit": "150MiB", "max_restarts": 0}
-    jobs = [{"name": "hungry", "args": ["300"], **body}, {"name": "modest", "args": ["20"], **body}]
-    assert cli("submit", "-", stdin=yaml.dump({"jobs": jobs})).returncode == 0
-    wait_until(lambda: cli.jobs()["hungry"]["phase"] == "Failed")
-    message = cli.jobs()["hungry"]["message"]
-    found = re.search(r"out of memory: limit 0.15 GiB, used (0\.\d+) GiB", message)
-    assert found is not None, message
-    assert float(found[1]) > 0.15
-    assert cli.jobs()["modest"]["phase"] == "Running"
-    assert cli("cancel", "modest").returncode == 0
-    wait_until(lambda: cli.jobs()["modest"]["phase"] == "Failed")
-
-
-def test_the_running_time_ends_a_job(cli: Cli) -> None:
+    """Beside it, one that uses less goes on, and one that runs for too long is ended."""
     cli.program = LIGHT
     cli.serve("--grace", "5")
-    job = {"name": "long", "script": str(TOY), "max_run_time": "2s"}
-    assert cli("submit", "-", stdin=yaml.dump({"jobs": [job]})).returncode == 0
-    wait_until(lambda: cli.jobs()["long"]["phase"] == "Failed")
-    found = cli.jobs()["long"]
-    assert found["reason"] == "RunTimeExceeded"
-    assert found["message"].startswith("It ran for ")
-    assert "max_run_time is 2 s" in found["message"]
+    (cli.folder / "hungry.py").write_text(HUNGRY)
+    body = {"script": "hungry.py", "memory_limit": "150MiB", "max_restarts": 0, "max_replicas": 1}
+    jobs = [
+        {"name": "hungry", "args": ["300"], **body},
+        {"name": "modest", "args": ["20"], **body},
+        {"name": "long", "script": str(TOY), "max_run_time": "2s", "max_replicas": 1},
+    ]
+    assert cli("submit", "-", stdin=yaml.dump({"jobs": jobs})).returncode == 0
+    wait_until(lambda: {cli.jobs()[name]["phase"] for name in ("hungry", "long")} == {"Failed"})
+    found = cli.jobs()
+    assert found["modest"]["phase"] == "Running"
+    message = found["hungry"]["message"]
+    told = re.search(r"out of memory: limit 0.15 GiB, used (0\.\d+) GiB", message)
+    assert told is not None, message
+    assert float(told[1]) > 0.15
+    assert found["long"]["reason"] == "RunTimeExceeded"
+    assert found["long"]["message"].startswith("It ran for ")
+    assert "max_run_time is 2 s" in found["long"]["message"]
+    assert cli("cancel", "modest").returncode == 0
+    wait_until(lambda: cli.jobs()["modest"]["phase"] == "Failed")

@@ -40,6 +40,8 @@ class Collector:
         self._cursor = self._stored = store.notifications.cursor()
         self._promises: dict[str, StoredForecast] = {}
         """The forecast that each job is held to."""
+        self._logged: set[tuple[str, str, float, float]] = set()
+        """What is known to be in the log: kind, job, and what tells one from another."""
 
     def collect(self) -> None:
         """Put all events so far into the outbox, each once."""
@@ -54,6 +56,8 @@ class Collector:
             if not rules.by_owner and not _of_teams(rules.teams):
                 return
             jobs = [job for job in self._store.jobs(unfinished=True) if job.trial is None]
+            names = {job.name for job in jobs}
+            self._logged = {entry for entry in self._logged if entry[1] in names}
             known = self._store.notifications.jobs([job.name for job in jobs])
             for job in jobs:
                 if job.name not in known:
@@ -123,13 +127,19 @@ class Collector:
         if not waits or state.suspended or state.waits_for or state.running_on:
             return
         since = max(state.condition.time if state.condition else 0.0, state.ready_at or 0.0)
-        passed = sorted(limit for limit in limits if self._store.now - since >= limit)
-        if not passed:
+        passed = sorted(
+            limit
+            for limit in limits
+            if self._store.now - since >= limit
+            and ("waiting", job.name, since, limit) not in self._logged
+        )
+        if not passed:  # the reason takes a while to find
             return
         why = self._why_waiting(job) or state.message
         for limit in passed:
             data = {"since": since, "threshold": limit, "why": why}
             self._store.notifications.log_once("waiting", job.name, data, ("since", "threshold"))
+            self._logged.add(("waiting", job.name, since, limit))
 
     def _look_at_forecast(self, job: JobRecord) -> None:
         promise = self._promise(job.name)
@@ -164,7 +174,8 @@ class Collector:
         low, high, moment = interval["low"], interval["high"], happened or now
         early = happened is not None and low is not None and happened < low
         late = high is not None and moment > high
-        if not (early or late):
+        known = (what, job, promise.made_at, 0.0)
+        if not (early or late) or known in self._logged:
             return
         data = {
             "what": what,
@@ -174,6 +185,7 @@ class Collector:
             "at": happened,
         }
         self._store.notifications.log_once("forecast_missed", job, data, ("what", "made_at"))
+        self._logged.add(known)
 
     def _promise(self, job: str) -> StoredForecast | None:
         """Return the first bounded forecast of a job since it was submitted or resumed."""

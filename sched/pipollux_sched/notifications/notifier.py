@@ -55,6 +55,7 @@ class Notifier:
     Args:
         why_waiting: explains what a job without slots waits for.
         ending: set when the scheduler ends.
+        couriers: send the notifications; None: its own, by the options.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Notifier:
         options: NotifyOptions,
         why_waiting: Callable[[JobRecord], str | None],
         ending: threading.Event,
+        couriers: Couriers | None = None,
     ) -> None:
         self._store, self._options, self._ending = store, options, ending
         self.collector = Collector(store, why_waiting)
-        self.couriers = Couriers(options.hosts, options.limit)
+        self._own_couriers = couriers is None
+        self.couriers = couriers or Couriers(options.hosts, options.limit)
         self._pool = ThreadPoolExecutor(options.most_at_once, "pipollux-notify-send")
         self._busy: set[str] = set()
         self._lock = threading.Lock()
@@ -112,7 +115,8 @@ class Notifier:
         """End what is under way; it is delivered by the next scheduler."""
         self._ending.set()
         self.wake()
-        self.couriers.close()
+        if self._own_couriers:
+            self.couriers.close()
         self._pool.shutdown(cancel_futures=True)
 
     @property

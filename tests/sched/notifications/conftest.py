@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
+from pipollux_sched.notifications.courier import Couriers
 from pipollux_sched.notifications.notifier import Notifier, NotifyOptions
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
@@ -22,13 +23,16 @@ from .receivers import SECRET, Receiver
 class Outbox:
     """A notifier whose steps the test takes."""
 
-    def __init__(self, store: Store, clock: Clock, **options: Any) -> None:
-        self.store, self.clock = store, clock
+    def __init__(
+        self, store: Store, clock: Clock, couriers: Couriers | None, **options: Any
+    ) -> None:
+        self.store, self.clock, self._couriers = store, clock, couriers
         self._options = NotifyOptions(**{"hosts": ("127.0.0.1",), **options})
         self.notifier = self._make()
 
     def _make(self) -> Notifier:
-        return Notifier(self.store, self._options, lambda _job: "2 slots", threading.Event())
+        waits, ending = lambda _job: "2 slots", threading.Event()
+        return Notifier(self.store, self._options, waits, ending, self._couriers)
 
     def restart(self) -> None:
         """Go on with another notifier, as another scheduler does."""
@@ -74,12 +78,24 @@ def receiver() -> Iterator[Receiver]:
         yield receiver
 
 
+@pytest.fixture(scope="module")
+def couriers() -> Iterator[Couriers]:
+    """One process that tests share, as it takes a while to start."""
+    couriers = Couriers(["127.0.0.1"])
+    assert couriers.send({"apprise": "json://localhost", "check": True}).error is None
+    assert couriers.num_processes == 1
+    yield couriers
+    couriers.close()
+
+
 @pytest.fixture
-def make_outbox(store: Store, clock: Clock) -> Iterator[Callable[..., Outbox]]:
+def make_outbox(store: Store, clock: Clock, couriers: Couriers) -> Iterator[Callable[..., Outbox]]:
     made: list[Outbox] = []
 
     def make(**options: Any) -> Outbox:
-        made.append(Outbox(store, clock, **options))
+        own = bool({"hosts", "limit"} & options.keys())
+        options = {"most_at_once": 4 if own else 1, **options}
+        made.append(Outbox(store, clock, None if own else couriers, **options))
         return made[-1]
 
     yield make

@@ -393,7 +393,8 @@ def test_files_of_the_scheduler_are_not_read(
     assert receiver.requests == []
 
 
-def test_idle_processes_end(outbox: Outbox, receiver: Receiver) -> None:
+def test_idle_processes_end(make_outbox: Callable[..., Outbox], receiver: Receiver) -> None:
+    outbox = make_outbox(limit=20.0)
     outbox.submit("toy", hook(receiver))
     outbox.end("toy")
     outbox.deliver()

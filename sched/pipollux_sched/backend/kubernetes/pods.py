@@ -205,6 +205,7 @@ def resources(
         requests["memory"] = str(memory)
     if program.memory_limit is not None:
         limits["memory"] = str(program.memory_limit)
+        requests.setdefault("memory", "0")  # else it would be the limit
     return {**asked, "requests": requests, "limits": limits}
 
 
