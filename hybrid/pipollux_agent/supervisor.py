@@ -181,7 +181,8 @@ class MemoryWatch:
                     below.add(pid)
                     more = True
         below.discard(own)
-        self._sessions |= {sessions[pid] for pid in below} - {os.getsid(0)}
+        shared = set() if os.getsid(0) == own else {os.getsid(0)}
+        self._sessions |= {sessions[pid] for pid in below} - shared
         return sorted(below)
 
 
@@ -196,7 +197,7 @@ def _proportional(pid: int) -> int:
         for line in file:
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) * 1024
-    return 0  # it has ended
+    return _resident(pid)  # it has ended, or the kernel does not tell
 
 
 class RotatingLog:

@@ -15,6 +15,7 @@ import time
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from pipollux_sched.backend.run_as import why_not_as
 from pipollux_sched.spec.job import JobSpec, SpecError
 
 _PATIENCE = 60.0
@@ -75,6 +76,8 @@ def check_program(spec: JobSpec) -> None:
     """
     if spec.image is not None or (spec.python is None and spec.module is None):
         return
+    if spec.run_as is not None and why_not_as(spec.run_as) is not None:
+        return  # the backend refuses that user
     asked = _Asked(
         spec.python or sys.executable,
         spec.working_dir or "/",

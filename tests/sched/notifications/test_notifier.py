@@ -24,6 +24,7 @@ from pipollux_sched.store import notifications as rows
 from pipollux_sched.store.submissions import Submission
 from pipollux_sched.store.sweeps import TrialRecord
 from tests.sched.store.stores import Clock
+from tests.waiting import until
 
 from .conftest import Outbox, hook
 from .receivers import SECRET, MailServer, Receiver
@@ -123,21 +124,45 @@ def test_a_receiver_may_ask_to_wait(outbox: Outbox, receiver: Receiver, clock: C
     assert [one.status for one in receiver.requests] == [429, 204]
 
 
-def test_a_dead_receiver_holds_up_itself_alone(
+def test_a_slow_receiver_holds_up_itself_alone(
     make_outbox: Callable[..., Outbox], receiver: Receiver
 ) -> None:
-    outbox = make_outbox(limit=2.0, most_at_once=2)
-    with Receiver() as dead:
-        dead.may_answer.clear()
-        outbox.submit("slow", hook(dead))
+    outbox = make_outbox(limit=240.0, most_at_once=2)
+    with Receiver() as slow:
+        slow.may_answer.clear()
+        outbox.submit("slow", hook(slow))
         outbox.submit("toy", hook(receiver))
         outbox.end("slow")
         outbox.end("toy")
+        outbox.notifier.collector.collect()
+        outbox.notifier.deliver()
+        until(lambda: outbox.states()[1] == "delivered", "the other one is delivered")
+        until(lambda: slow.requests, "the slow one has its request")
+        assert outbox.states() == ["pending", "delivered"]
+        outbox.submit("next", hook(receiver))
+        outbox.end("next")
+        outbox.notifier.collector.collect()
+
+        def delivered() -> bool:
+            outbox.notifier.deliver()
+            return outbox.states()[2] == "delivered"
+
+        until(delivered, "a later one is delivered")
+        slow.may_answer.set()
+        until(lambda: outbox.states()[0] == "delivered", "the slow one is delivered")
+    assert len(slow.requests) == 1
+
+
+def test_a_dead_receiver_is_given_a_while(make_outbox: Callable[..., Outbox]) -> None:
+    outbox = make_outbox(limit=1.0)
+    with Receiver() as dead:
+        dead.may_answer.clear()
+        outbox.submit("toy", hook(dead))
+        outbox.end("toy")
         outbox.deliver()
-        assert receiver.texts == ["complete at step 9, epochs done: 3"]
-        slow, fast = outbox.store.notifications.recent(9)
-        assert (slow.state.value, slow.error) == ("pending", "no answer in time")
-        assert fast.state.value == "delivered"
+    (found,) = outbox.store.notifications.recent(9)
+    assert (found.state.value, found.error) == ("pending", "no answer in time")
+    assert outbox.notifier.couriers.num_processes == 0
 
 
 def test_events_before_a_channel_are_not_sent(outbox: Outbox, receiver: Receiver) -> None:
