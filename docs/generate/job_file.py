@@ -8,7 +8,15 @@ from pydantic import BaseModel
 
 from pipollux_protocol.reference import table
 from pipollux_sched.spec.dependencies import Dependency
-from pipollux_sched.spec.job import ClusterSpec, JobBatch, JobSpec, NodeSpec, ResourceSpec
+from pipollux_sched.spec.job import (
+    ClusterSpec,
+    ExitCodesSpec,
+    JobBatch,
+    JobSpec,
+    NodeSpec,
+    ResourceSpec,
+)
+from pipollux_sched.spec.notify import NotifySpec
 from pipollux_sched.spec.sweep import SearchRange, SweepSpec
 from pipollux_sched.spec.teams import PrioritySpec, TeamSpec, TeamsSpec
 
@@ -19,9 +27,11 @@ MODELS: dict[str, tuple[str, type[BaseModel]]] = {
     "JobBatch": ("Job file", JobBatch),
     "JobSpec": ("Jobs", JobSpec),
     "Dependency": ("Dependencies", Dependency),
+    "NotifySpec": ("Notifications", NotifySpec),
     "SweepSpec": ("Sweeps", SweepSpec),
     "SearchRange": ("Search ranges", SearchRange),
     "ResourceSpec": ("Resources", ResourceSpec),
+    "ExitCodesSpec": ("Exit codes", ExitCodesSpec),
     "ClusterSpec": ("Cluster file", ClusterSpec),
     "NodeSpec": ("Nodes", NodeSpec),
     "TeamsSpec": ("Team file", TeamsSpec),

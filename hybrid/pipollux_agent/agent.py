@@ -1,6 +1,8 @@
 """torchrun's agent of one replica, the same on every engine.
 
     python -P agent.py OPTIONS -- SCRIPT ARGS...
+    python -P agent.py OPTIONS -- -m MODULE ARGS...
+    python -P agent.py OPTIONS -- -c COMMAND ARGS...
 
 Run as a file or as a module, in a process of the job. It is ``torchrun`` with three additions:
 
@@ -49,8 +51,9 @@ def main() -> int:
     _ignore_repeated_signals()
     _make_folder()
     script = sys.argv.index("--") + 1
-    process = [str(Path(__file__).with_name("script_main.py")), *sys.argv[script : script + 1]]
-    sys.argv.insert(script, process[0])
+    first = str(Path(__file__).with_name("script_main.py"))
+    process = _words_of_script(first, sys.argv[script:])
+    sys.argv.insert(script, first)
     with _own_folder() as folder:
         # torch's agent copies the error file of the script's process to this path.
         error_file = folder / "error.json"
@@ -64,6 +67,13 @@ def main() -> int:
             result = result.model_copy(update={"error": ResultError(message=message)})
         _leave_result(result)
     return status
+
+
+def _words_of_script(first: str, words: list[str]) -> list[str]:
+    """Return the words that the command line of a process has that runs the script."""
+    if words[0] == "-c":  # `script_main` becomes the shell
+        return ["/bin/sh", "-c", words[1], "sh"]
+    return [first, *words[: 2 if words[0] == "-m" else 1]]
 
 
 @contextmanager

@@ -3,6 +3,8 @@
     python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
     python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same on a node of a cluster
 
+With `--memory=BYTES` before these, it ends COMMAND with all its processes when they use more.
+
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
 agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
 whether it was asked to stop and the exit status of COMMAND. STATUS is written at the start, with
@@ -40,6 +42,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+MEMORY_INTERVAL = 0.5
+"""Seconds between two checks of the memory."""
 PIPE_SIZE = 2**16
 """Bytes that a pipe holds, by default."""
 LAST_WORDS = 1.0
@@ -121,6 +125,79 @@ def say(text: str) -> None:
     """Print a line; errors of the disk or the reader are ignored."""
     with suppress(OSError):
         os.write(1, f"{text}\n".encode())
+
+
+class MemoryWatch:
+    """Kills the processes below this one when they use more memory than a limit.
+
+    The memory is the sum of their proportional set sizes, so that pages that several processes
+    share count once. This needs no rights, and no support of the kernel's control groups; it is
+    checked periodically, so that a quick process may exceed the limit for a moment.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used: int | None = None
+        """What was used when the processes were killed; None: they were not."""
+        self._sessions: set[int] = set()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Start to check."""
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Return the entries of a status."""
+        return {} if self.used is None else {"memory": [self.limit, self.used]}
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(MEMORY_INTERVAL)
+            found = self.processes()
+            if sum(map(_resident, found)) <= self.limit:  # an upper bound, and quickly read
+                continue
+            used = sum(map(_proportional, found))
+            if used > self.limit:
+                self.used = used
+                for pid in found:
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        """Return the processes below this one, and those in a session that one of them had."""
+        own, parents, sessions = os.getpid(), {}, {}
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal():
+                with suppress(OSError):
+                    with open(f"/proc/{entry}/stat", "rb") as file:
+                        fields = file.read().rpartition(b")")[2].split(maxsplit=5)
+                    parents[int(entry)], sessions[int(entry)] = int(fields[1]), int(fields[3])
+        below = {own}
+        more = True
+        while more:
+            more = False
+            for pid, parent in parents.items():
+                if pid not in below and (parent in below or sessions[pid] in self._sessions):
+                    below.add(pid)
+                    more = True
+        below.discard(own)
+        shared = set() if os.getsid(0) == own else {os.getsid(0)}
+        self._sessions |= {sessions[pid] for pid in below} - shared
+        return sorted(below)
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    return _resident(pid)  # it has ended, or the kernel does not tell
 
 
 class RotatingLog:
@@ -271,7 +348,9 @@ class Command:
         return process, copying
 
 
-def run(status: Path, log: Path, limit: int, words: list[str]) -> int:
+def run(
+    status: Path, log: Path, limit: int, words: list[str], memory: MemoryWatch | None = None
+) -> int:
     """Run a command to its end; return the exit status of a shell."""
     command = Command(signal.SIGTERM)
     known: dict[str, Any] = {"pid": os.getpid(), "birth": birth(os.getpid())}
@@ -280,12 +359,17 @@ def run(status: Path, log: Path, limit: int, words: list[str]) -> int:
         say(f"{status} cannot be written ({error}); nothing was started")
         return NO_STATUS
     process, copying = command.start_logged(words, RotatingLog(log, limit))
+    if memory is not None:
+        memory.start()
     code = process.wait()
     copying.join(LAST_WORDS)  # remaining children of COMMAND may hold the pipe open
-    return record_end(status, {**known, "code": code, "asked": command.asked})
+    over = {} if memory is None else memory.status()
+    return record_end(status, {**known, "code": code, "asked": command.asked, **over})
 
 
-def run_step(base: Path, log: Path, limit: int, words: list[str]) -> int:
+def run_step(
+    base: Path, log: Path, limit: int, words: list[str], memory: MemoryWatch | None = None
+) -> int:
     """Run the command of a Slurm step to its end; return the exit status of a shell."""
     command = Command(signal.SIGTERM)
 
@@ -309,6 +393,8 @@ def run_step(base: Path, log: Path, limit: int, words: list[str]) -> int:
         write_status(status, {})
     output = RotatingLog(log, limit, shared=True)
     process, copying = command.start_logged(words, output, env={**os.environ, MARK: str(base)})
+    if memory is not None:
+        memory.start()
     while (code := _wait(process)) is None:
         obey()
     deadline = time.monotonic() + LINGER
@@ -316,7 +402,8 @@ def run_step(base: Path, log: Path, limit: int, words: list[str]) -> int:
         time.sleep(0.05)
     kill_step(base)
     copying.join(LAST_WORDS)
-    return record_end(status, {"code": code, "asked": command.asked})
+    over = {} if memory is None else memory.status()
+    return record_end(status, {"code": code, "asked": command.asked, **over})
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
@@ -392,7 +479,10 @@ def kill_step(base: Path) -> None:
 
 
 if __name__ == "__main__":
+    watch: MemoryWatch | None = None
+    if sys.argv[1].startswith("--memory="):
+        watch = MemoryWatch(int(sys.argv.pop(1).removeprefix("--memory=")))
     in_step = sys.argv[1] == "--step"
     path, log, limit, *command = sys.argv[1 + in_step :]
     main = run_step if in_step else run
-    sys.exit(main(Path(path), Path(log), int(limit), command))
+    sys.exit(main(Path(path), Path(log), int(limit), command, watch))

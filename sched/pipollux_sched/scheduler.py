@@ -1,6 +1,6 @@
 """The scheduler as one object: store, controller, allocator, backend and server.
 
-Seven threads share the work, and communicate only through the store:
+Eight threads share the work, and communicate only through the store:
 
 * `pipollux-http` answers jobs and users (`pipollux_sched.server`);
 * `pipollux-allocator` decides on allocations, which may take long (`.allocator`);
@@ -8,6 +8,7 @@ Seven threads share the work, and communicate only through the store:
 * `pipollux-watchdog` checks for overdue events, and prunes the store (`.controller`);
 * `pipollux-records` keeps the cluster's own records of jobs in step (`.backend`);
 * `pipollux-forecasts` has jobs forecast by a process of its own (`.forecasting`);
+* `pipollux-notify` puts events into the outbox, and has them sent (`.notifications`);
 * `pipollux-events` passes events on to listeners (`.store.event_feed`).
 
 With autoscaling, `pipollux-expander` requests nodes. With GPUs on the local backend,
@@ -43,6 +44,9 @@ from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.forecasting.loop import SHARE, ForecastLoop
 from pipollux_sched.forecasting.policy import can_simulate
 from pipollux_sched.forecasting.process import ForecastProcess
+from pipollux_sched.notifications.hosts import HostRules
+from pipollux_sched.notifications.notifier import Notifier, NotifyOptions
+from pipollux_sched.planning.explain import explanation
 from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
 from pipollux_sched.spec.job import ClusterSpec, JobSpec
@@ -92,11 +96,13 @@ class Scheduler:
             nor under a policy that is not in `POLICIES`.
         store: URL of the store's database, which is saved; None: the saved one, else SQLite.
         teams: the file of teams, reloaded when it changes; None: those in the store.
+        notify: the hosts that notifications may be sent to, and the pace of attempts.
         backend: name of the engine that runs jobs: see `backend.registry`.
         backend_options: options of that engine alone.
 
     Raises:
-        ValueError: a time is not between 0 and a week, or `forecasts` not between 0 and 1.
+        ValueError: a time is not between 0 and a week, `forecasts` not between 0 and 1, or an
+            entry of `notify.hosts` is no host.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Scheduler:
         forecasts: float = SHARE,
         store: str | None = None,
         teams: Path | None = None,
+        notify: NotifyOptions | None = None,
         backend: str = DEFAULT_BACKEND,
         backend_options: object = None,
     ) -> None:
@@ -132,6 +139,8 @@ class Scheduler:
         self._forecasts = forecasts
         self.state_dir = state_dir if isinstance(state_dir, StateDir) else StateDir(state_dir)
         self._store_url, self._cluster, self._teams = store, cluster, teams
+        self._notify = notify or NotifyOptions()
+        HostRules.parse(self._notify.hosts)
         self._backend_name, self._backend_options = backend, backend_options
         policy, fixed = policy or make_policy(DEFAULT_POLICY), allocations is not None
         self._strategy: Strategy = (
@@ -182,6 +191,7 @@ class Scheduler:
             resources.enter_context(self.state_dir.lock())
             self._open_store(resources)
             self._start_feed(resources)
+            self._make_notifier(resources)
             self._start_backend(resources)
             self._start_server(resources)
             self._controller.take_over(self.url)
@@ -191,6 +201,9 @@ class Scheduler:
             self._controller.start(self._threads, resources, self._ending)
             self._threads.start(resources, "allocator", self._allocation().run, self._reconsider)
             self._start_forecasts(resources)
+            self._threads.start(resources, "notify", self._notifier.run, self._ending)
+            resources.callback(self._notifier.wake)
+            resources.callback(self._ending.set)
             self._resources = resources.pop_all()
             self._serving = True
 
@@ -290,6 +303,13 @@ class Scheduler:
             self._threads.watch(feed.thread)
             resources.callback(feed.stop)
 
+    def _make_notifier(self, resources: ExitStack) -> None:
+        def why_waiting(job: JobRecord) -> str | None:
+            return explanation(self._store, job).waits_for
+
+        self._notifier = Notifier(self._store, self._notify, why_waiting, self._ending)
+        resources.callback(self._notifier.close)
+
     def _start_backend(self, resources: ExitStack) -> None:
         options = EngineOptions(
             state_dir=self.state_dir,
@@ -322,6 +342,8 @@ class Scheduler:
             reconsider=self._reconsider.set,
             stopping=lambda: self._stopping,
             teams=self._teams,
+            notifier=self._notifier,
+            notify_hosts=self._notify.hosts,
         )
         resources.callback(self._end_processes)
 

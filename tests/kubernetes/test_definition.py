@@ -34,6 +34,10 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "image": ("registry.example/train:1", "registry.example/train:2"),
     "family": ("resnet", ""),
     "args": (["--epochs", "3"], ["--epochs", "4"]),
+    "notify": (
+        [{"channel": "ops", "events": ["failed"]}],
+        [{"channel": "ops", "events": ["completed"]}],
+    ),
     "after": ([{"job": "prepare", "when": "ended"}], [{"job": "prepare", "when": "failed"}]),
     "num_stages": (2, 4),
     "stage_choices": ([1, 2, 4], [2, 4]),
@@ -54,6 +58,10 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "working_dir": ("/app", "/data"),
     "checkpoint_dir": ("/data/a", "/data/b"),
     "max_restarts": (0, 1),
+    "python": ("/opt/env/bin/python", "/opt/env/bin/python3"),
+    "exit_codes": ({"fail": [2], "ignore": [75]}, {"fail": [3]}),
+    "memory_limit": ("12GiB", 2**34),
+    "max_run_time": ("12h", 60),
     "deadline": ("36h", 3600),
     "start_timeout": ("2h", 90),
     "hang_timeout": ("90.5s", "2m"),
@@ -95,12 +103,25 @@ def test_the_file_is_the_one_that_is_generated() -> None:
 
 
 def test_all_fields_of_a_job_file_have_values_here() -> None:
-    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"}
+    others = {"module", "command"}  # in place of a script
+    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"} - others
+
+
+def test_a_module_or_a_command_in_place_of_a_script(client: Client) -> None:
+    image = "registry.example/train:1"
+    for number, given in enumerate(({"module": "package.train"}, {"command": "./train.sh && x"})):
+        create(client, f"job-{number}", image=image, **given)
+        kept = client.get(Job, f"job-{number}").to_dict()
+        assert job_spec(view_job(kept)) == parse_job(
+            {"name": f"job-{number}", "image": image, **given}
+        )
+    with pytest.raises(ApiError, match="script is missing"):
+        create(client, "none", image=image)
 
 
 def test_what_a_job_file_says_a_resource_says(client: Client) -> None:
     """Nothing is lost on the way to a resource and back, nor pruned by the API server."""
-    spec = WHOLE.model_dump(mode="json")
+    spec = WHOLE.revealed()
     client.create(Job(metadata={"name": "whole"}, spec=resource_spec(spec)))
     kept = client.get(Job, "whole").to_dict()
     assert job_spec(view_job(kept)) == WHOLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ LAUNCH = Launch(
     scheduler_url="http://127.0.0.1:1",
     checkpoints="/checkpoints",
 )
+
+
+def test_the_limit_of_memory_is_that_of_the_container() -> None:
+    options = KubernetesOptions(checkpoint_claim="checkpoints")
+    for program, requests in (
+        (replace(PROGRAM, memory_limit=2**30), "0"),
+        (replace(PROGRAM, memory_limit=2**30, memory=2**29), str(2**29)),
+    ):
+        pod = make_pod(program, LAUNCH, 0, Owner("job", "1"), options)
+        found = pod["spec"]["containers"][0]["resources"]
+        assert found["limits"]["memory"] == str(2**30)
+        assert found["requests"]["memory"] == requests
 
 
 def pod_of(template: Mapping[str, Any], level: PodSecurity = "restricted") -> Any:

@@ -46,8 +46,13 @@ class ReplicaProgram:
     """The program of every pipeline replica of a job, independent of the allocation."""
 
     job: str
-    script: Path | None
-    """None: the image's entry point."""
+    script: Path | None = None
+    module: str | None = None
+    """A module to run in place of a script."""
+    command: str | None = None
+    """A command for the shell in place of a script."""
+    python: str | None = None
+    """Path of the interpreter; None: the engine's."""
     image: str | None = None
     args: tuple[str, ...] = ()
     num_stages: int = 1
@@ -72,6 +77,8 @@ class ReplicaProgram:
     """Bytes of main memory of one replica on its node, besides those of its stages."""
     cpus_per_stage: int = 0
     memory_per_stage: int = 0
+    memory_limit: int | None = None
+    """Bytes of main memory that a replica may use; None: unlimited."""
 
     @property
     def scheduler_url(self) -> str:
@@ -81,7 +88,19 @@ class ReplicaProgram:
     @property
     def can_grow(self) -> bool:
         """Whether replicas may join and leave while others train."""
-        return self.script is not None
+        return self.has_program
+
+    @property
+    def has_program(self) -> bool:
+        """Whether the agent runs a script, module or command; else it is an image's own."""
+        return any(one is not None for one in (self.script, self.module, self.command))
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `pipollux_agent.script_main`, without those of the user."""
+        if self.command is not None:
+            return ["-c", self.command]
+        return [str(self.script)] if self.module is None else ["-m", self.module]
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
         """Return the checkpoint folder: the job's own, or one in a shared directory."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.lifecycle import Exited, JoiningReplicaLost, Outcome, Started
@@ -369,9 +369,16 @@ class ReplicaGroup:
             lost = next((end.lost for end in ends.values() if end.lost), "")
             if lost and not self._asked:
                 return Exited(attempt, Outcome.STOPPED, step, message=lost)
-        message, cannot_start = self._describe(ends)
+        found = self._describe(ends)
         # A replica killed because of its node may have saved before.
-        return Exited(attempt, Outcome.FAILED, step, message=message, cannot_start=cannot_start)
+        return Exited(
+            attempt,
+            Outcome.FAILED,
+            step,
+            message=found.message,
+            cannot_start=found.cannot_start,
+            status=found.status,
+        )
 
     def _fetch_log(self, key: ReplicaKey) -> None:
         with suppress(BackendError):  # the outcome is known without its last lines
@@ -396,12 +403,12 @@ class ReplicaGroup:
             return False
         return not has_stopped(end) or (end.result.left and step is None)
 
-    def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> tuple[str, bool]:
-        """Return why the attempt failed, and whether its script cannot start."""
+    def _describe(self, ends: Mapping[ReplicaKey, Ended]) -> Failure:
+        """Return why the attempt failed."""
         if self._why:
-            return self._why, False
+            return Failure(self._why)
         if self._asked:
-            return f"The replicas left no agreed checkpoint within {self._grace:g} s.", False
+            return Failure(f"The replicas left no agreed checkpoint within {self._grace:g} s.")
         key = self._failed or min(ends)
         node = self.launch.assignments[key.replica].node
         return describe_failure(key.replica, node, ends[key], self._log(key))
@@ -417,8 +424,18 @@ def was_asked(end: Ended) -> bool:
     return end.result.asked or bool(end.lost)
 
 
-def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[str, bool]:
-    """Return why a replica failed, with the end of its log, and whether its script cannot start."""
+class Failure(NamedTuple):
+    """Why an attempt failed."""
+
+    message: str
+    cannot_start: bool = False
+    """Whether its script cannot start."""
+    status: int | None = None
+    """Exit status of the script, as a shell has it; None: unknown."""
+
+
+def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> Failure:
+    """Return why a replica failed, with the end of its log."""
     error = ended.result.error
     words = last_words(log, ended.status)
     head = f"Replica {replica} on {node} {words.describe()}"
@@ -427,7 +444,11 @@ def describe_failure(replica: int, node: str, ended: Ended, log: Path) -> tuple[
     said = error.text if error else words.lines[-1].strip() if words.lines else ""
     head += f": {said}" if said else f" and printed nothing ({log.name})."
     end = [f"The end of {log.name}:", *words.lines] if words.lines else []
-    return "\n".join([head, *end]), error is not None and error.cannot_start
+    status = words.status
+    if status is not None and status < 0:
+        status = 128 - status
+    cannot_start = error is not None and error.cannot_start
+    return Failure("\n".join([head, *end]), cannot_start, status)
 
 
 def describe_loss(ended: Ended, log: Path) -> str:

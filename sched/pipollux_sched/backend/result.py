@@ -61,6 +61,13 @@ class ReplicaResult(NamedTuple):
         )
 
 
+def out_of_memory(limit: int, used: int) -> ScriptError:
+    """Return the error of a replica that was ended because it exceeded `memory_limit`."""
+    gib = 2**30
+    text = f"out of memory: limit {limit / gib:.2f} GiB, used {used / gib:.2f} GiB"
+    return ScriptError(f"{text}; raise memory_limit in the job file, or use less", False)
+
+
 def _error(kept: ResultError) -> ScriptError:
     lines = kept.message.splitlines()
     text = lines[0] if lines else ""

@@ -68,9 +68,11 @@ def why_no_python(user: str) -> str | None:
 
 def check_access(spec: JobSpec) -> None:
     """Reject a resolved job with `SpecError` if its user has no access to its folder or script."""
-    if spec.run_as is None or spec.script is None or spec.working_dir is None:
+    if spec.run_as is None or spec.working_dir is None:
         return
-    found = _look(spec.run_as, Path(spec.working_dir), Path(spec.script))
+    # `check_program` looks for a module as that user, and a command is the shell's.
+    script = Path(spec.script or "/")
+    found = _look(spec.run_as, Path(spec.working_dir), script)
     if found == _NO_PYTHON:
         raise SpecError(f"job '{spec.name}': run_as: {why_no_python(spec.run_as)}")
     if found == _NO_FOLDER:

@@ -48,6 +48,7 @@ COMMANDS = {
     "drain": _Entry("nodes", "Drain a node, or return it to service."),
     "teams": _Entry("teams", "List teams and their quotas, or replace them."),
     "tokens": _Entry("tokens", "List, create and revoke the tokens of users."),
+    "notify": _Entry("notify", "List, add, test and remove notification channels."),
     "events": _Entry("events", "Print events, or follow new ones."),
     "top": _Entry("top.command", "Watch the cluster on a full screen."),
     "fit": _Entry("fit", "Fit the performance model to measured step times."),

@@ -31,6 +31,7 @@ from .console import TextFormat, print_data, print_result
 from .devices import device_table
 from .forecast_text import forecast_lines
 from .jobs import PHASE_STYLES
+from .notification_table import notification_table
 from .options import JobName, StateDirectory, TextOutput
 from .reader import reading
 from .sweeps import best_first, trial_table
@@ -82,6 +83,8 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     parts += [] if devices is None else _section("GPUs", devices)
     parts[1:1] = _section("Conditions", _conditions(job.conditions, now))
     parts += _section("Attempts", _attempts(job.attempts))
+    if job.notifications:
+        parts += _section("Notifications", notification_table(job.notifications, now))
     lines = [clean(event_line(event) or "") for event in job.events]
     return Group(*parts, *_section("Last events", Text("\n".join(lines)) if lines else None))
 

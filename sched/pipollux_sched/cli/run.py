@@ -101,10 +101,10 @@ def run(
     Exit code: 0 the job is complete; 1 it failed, was cancelled or refused; 2 the
     command line is invalid; 130 detached by Ctrl-C.
     """
-    script, args = _split(command)
+    program, args = _split(command)
     given = {
         "name": name or "run",
-        "script": script,
+        **program,
         "args": args,
         "num_stages": stages,
         "min_replicas": min_replicas,
@@ -142,8 +142,8 @@ def run(
     typer.echo(f"{ended.name}: {clean(first_line(ended.message))}", err=True)
 
 
-def _split(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the script and the arguments of a command line, or raise `CommandError`."""
+def _split(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the script or module of a command line, and the arguments; or `CommandError`."""
     program, *rest = command
     if Path(program).name == "torchrun":
         raise CommandError(
@@ -152,16 +152,18 @@ def _split(command: Sequence[str]) -> tuple[str, list[str]]:
             USAGE,
         )
     if not _PYTHON.fullmatch(Path(program).name):
-        return program, rest
+        return {"script": program}, rest
     if not rest:
         raise CommandError(f"'{program}' has no script; give: {program} SCRIPT [ARGS]...", USAGE)
+    if rest[0] == "-m" and len(rest) > 1:
+        return {"module": rest[1]}, rest[2:]
     if rest[0].startswith("-"):
         raise CommandError(
-            f"'{program} {rest[0]}': options of Python are not possible here; give a script, as in "
-            f"{program} SCRIPT [ARGS]...",
+            f"'{program} {rest[0]}': options of Python but -m are not possible; give a script, as "
+            f"in {program} SCRIPT [ARGS]...",
             USAGE,
         )
-    return rest[0], rest[1:]
+    return {"script": rest[0]}, rest[1:]
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -175,7 +177,7 @@ def _submit_numbered(client: Client, spec: JobSpec) -> JobView:
     """Submit a job under the name of its script and the next free number."""
     from pipollux_sched.client.connection import RefusedConflictError
 
-    stem = _stem(spec.script or "run")
+    stem = _stem(spec.script or (spec.module or "run").replace(".", "-"))
     query = JobQuery(name=f"{stem}-", order=JobOrder.SUBMITTED, descending=True, limit=1000)
     taken = [
         re.fullmatch(rf"{stem}-([0-9]{{1,9}})", job.name) for job in client.cluster(query).jobs

@@ -21,6 +21,8 @@ from pipollux_sched.backend.slurm.rented_pools import RentedPools
 from pipollux_sched.cli.serving import serve_until
 from pipollux_sched.controller.watchdog import HEARTBEAT_TIMEOUT
 from pipollux_sched.forecasting.loop import SHARE
+from pipollux_sched.notifications.hosts import HostRules
+from pipollux_sched.notifications.notifier import NotifyOptions
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
 from pipollux_sched.spec.job import ClusterSpec, load_cluster
@@ -140,6 +142,15 @@ class JobFlags:
         ),
     ] = HEARTBEAT_TIMEOUT
     pass_environment: PassEnvironment = None
+    notify_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="Host that notifications may be sent to: a name, *.DOMAIN, an address, a network, "
+            "'public' or 'none'; repeatable.",
+            show_default="public",
+        ),
+    ] = None
 
 
 @with_groups
@@ -211,6 +222,7 @@ def serve(
         event_types=TELLING_TYPES,
         store=store,
         teams=deciding.teams,
+        notify=_notify_options(jobs.notify_host),
         backend=nodes.backend,
         backend_options=own or pools,
     )
@@ -246,6 +258,14 @@ def _cluster(backend: str, file: Path | None, cpu_slots: int) -> ClusterSpec | P
         load_cluster(file)  # before anything is made; the backend reads it again when it changes
         return file
     return this_machine(cpu_slots) if backend == DEFAULT_BACKEND else None
+
+
+def _notify_options(hosts: list[str] | None) -> NotifyOptions:
+    try:
+        HostRules.parse(hosts or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--notify-host'") from None
+    return NotifyOptions(hosts=hosts) if hosts else NotifyOptions()
 
 
 def _listening(scheduler: Scheduler) -> str:

@@ -277,13 +277,22 @@ def _absolute(spec: JobSpec, _file: Path | None) -> JobSpec:
 
     if spec.image is not None:
         return spec
-    paths = {"script": spec.script, "working_dir": spec.working_dir}
+    paths = {
+        "script": spec.script,
+        "working_dir": spec.working_dir,
+        "python": spec.python,
+    }
     for name, path in paths.items():
         if path is not None and not Path(path).is_absolute():
             raise SpecError(
                 f"job '{spec.name}': {name}: {path} is relative, and --server may be another "
                 "machine; give the absolute path that it has there"
             )
+    if spec.script is None and spec.working_dir is None:
+        raise SpecError(
+            f"job '{spec.name}': working_dir: is missing, and --server may be another machine; "
+            "give the absolute path of the folder that the job runs in there"
+        )
     folder = spec.working_dir or (spec.script and str(Path(spec.script).parent))
     return spec.model_copy(update={"working_dir": folder})
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from pipollux_sched.spec.job import JobSpec
+from pipollux_sched.spec.notify import NewChannel
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import JobQuery, ListedPhase, NodeCondition, StateDir
@@ -32,6 +33,7 @@ from pipollux_sched.views.models import (
     SweepView,
     UsageView,
 )
+from pipollux_sched.views.notifications import ChannelView, MadeChannel, NotificationsView
 from pipollux_sched.views.teams import TeamsView
 from pipollux_sched.views.tokens import MadeToken, TokenView
 
@@ -106,12 +108,12 @@ class Client:
 
     def submit(self, spec: JobSpec) -> JobView:
         """Submit a job; return its new state."""
-        return self._connection.get(JobView, "POST", "/jobs", json=spec.model_dump(mode="json"))
+        return self._connection.get(JobView, "POST", "/jobs", json=spec.revealed())
 
     def submit_all(self, specs: Sequence[JobSpec]) -> list[JobView]:
         """Submit all of the jobs or none of them; return their new states."""
         # Without defaults, a thousand jobs fit into one request.
-        jobs = [spec.model_dump(mode="json", exclude_defaults=True) for spec in specs]
+        jobs = [spec.revealed(exclude_defaults=True) for spec in specs]
         # One request for any number of jobs, because all or none are accepted.
         return self._connection.get(
             list[JobView], "POST", "/jobs/batch", json={"jobs": jobs}, timeout=LONG_TIMEOUT
@@ -164,12 +166,33 @@ class Client:
         """Replace the teams; None: remove them. Return them with their usage."""
         if spec is None:
             return self._connection.get(TeamsView, "DELETE", "/teams")
-        body = spec.model_dump(mode="json")
+        body = spec.revealed()
         return self._connection.get(TeamsView, "PUT", "/teams", json=body)
 
     def teams(self) -> TeamsView:
         """Return the teams with their usage."""
         return self._connection.get(TeamsView, "GET", "/teams")
+
+    def notifications(self) -> NotificationsView:
+        """Return the channels and the last notifications that the sender may see."""
+        return self._connection.get(NotificationsView, "GET", "/notifications")
+
+    def add_channel(self, new: NewChannel) -> MadeChannel:
+        """Add a channel; return it with a new key for its signatures, if one was made."""
+        body = new.revealed() | {"name": new.name}
+        body |= {} if new.user is None else {"user": new.user}
+        return self._connection.get(MadeChannel, "POST", "/notifications/channels", json=body)
+
+    def remove_channel(self, name: str, user: str | None = None) -> ChannelView:
+        """Remove a channel; `user`: an admin's request about a user's channel."""
+        query = {} if user is None else {"user": user}
+        return self._connection.get(ChannelView, "DELETE", _channel(name), params=query)
+
+    def test_channel(self, name: str, user: str | None = None) -> ChannelView:
+        """Send a test notification to a channel."""
+        query = {} if user is None else {"user": user}
+        path = f"{_channel(name)}/test"
+        return self._connection.get(ChannelView, "POST", path, params=query)
 
     def tokens(self) -> list[TokenView]:
         """Return the users that have a token."""
@@ -325,6 +348,10 @@ class Client:
 
 def _job(name: str, what: str = "") -> str:
     return _path("job", name) + (f"/{what}" if what else "")
+
+
+def _channel(name: str) -> str:
+    return f"/notifications{_path('channel', name)}"
 
 
 def _path(kind: str, name: str) -> str:

@@ -18,6 +18,8 @@ from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
 from pipollux_sched.store import JobRecord
 
+from .program_check import check_program
+
 _ON_MACHINES = ("local", "ray", "slurm")
 """Backends whose replicas are processes of a machine; others run containers."""
 _WITHOUT_USERS = {
@@ -46,7 +48,9 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
     found = {"working_dir": str(folder.absolute())}
     if spec.checkpoint_dir is not None:
         found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
-    return spec.model_copy(update=found)
+    resolved = spec.model_copy(update=found)
+    check_program(resolved)
+    return resolved
 
 
 def check_team(spec: JobSpec, teams: TeamsSpec | None) -> None:
@@ -72,6 +76,9 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
     return ReplicaProgram(
         job=job.name,
         script=Path(spec.script) if spec.script else None,
+        module=spec.module,
+        command=spec.command,
+        python=spec.python,
         image=spec.image,
         args=tuple(spec.args),
         num_stages=spec.num_stages,
@@ -86,6 +93,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         memory=spec.resources.memory,
         cpus_per_stage=spec.resources_per_stage.cpus,
         memory_per_stage=spec.resources_per_stage.memory,
+        memory_limit=spec.memory_limit,
     )
 
 

@@ -28,6 +28,7 @@ from pipollux_sched.lifecycle import (
     Switched,
     WaitingToJoin,
 )
+from pipollux_sched.notifications.service import NotificationService
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, parse_job, spell_cycle
 from pipollux_sched.spec.teams import TeamsSpec
@@ -67,6 +68,7 @@ class JobService:
         nodes: returns the nodes of the cluster, whatever their condition.
         reconsider: called when the allocator has something new to decide on.
         stopping: returns whether the scheduler is stopping.
+        notifications: checks destinations and manages channels.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class JobService:
         stopping: Callable[[], bool],
         state_dir: Path,
         deletion: JobDeletion,
+        notifications: NotificationService | None = None,
     ) -> None:
         self._store = store
         self._executor = executor
@@ -89,6 +92,7 @@ class JobService:
         self._stopping = stopping
         self._state_dir = state_dir
         self._deletion = deletion
+        self.notifications = notifications or NotificationService(store)
         self.listening = EventLoopMonitor()
         self.heartbeats = Heartbeats(self.listening)
         self._board = ResizeBoard()
@@ -140,6 +144,7 @@ class JobService:
                     spec.max_restarts,
                     spec.deadline,
                     trial,
+                    [entry.revealed() for entry in spec.notify],
                 )
                 for spec, trial in zip(fitting, trials, strict=True)
             ]
@@ -152,6 +157,7 @@ class JobService:
     ) -> JobSpec:
         """Return a job as it is stored, or raise `SpecError`."""
         check_team(spec, teams)
+        self.notifications.check_job(spec.name, spec.notify, spec.user)
         found = admitted(spec, nodes)
         check_access(found)
         if spec.sweep is None:
@@ -193,7 +199,9 @@ class JobService:
     def set_teams(self, spec: TeamsSpec | None) -> None:
         """Set the teams of the cluster; None: no teams."""
         self._check_running()
-        self._store.teams.set_spec(None if spec is None else spec.model_dump(mode="json"))
+        if spec is not None:
+            self.notifications.check_teams(spec)
+        self._store.teams.set_spec(None if spec is None else spec.revealed())
         self._reconsider()
 
     def move(self, name: str, team: str) -> JobRecord:

@@ -13,6 +13,8 @@ from typing import Any
 from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.backend import ReplicaGroupManager
 from pipollux_sched.lifecycle import Adopt, NotAdopted, Recover
+from pipollux_sched.notifications.notifier import Notifier
+from pipollux_sched.notifications.service import NotificationService
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord, StateDir, Store
 from pipollux_sched.utils.vital_thread import VitalThreads
@@ -38,6 +40,7 @@ class Controller:
             restart_seconds.
         grace: seconds that a job has to save after a stop request.
         stopping: returns whether the scheduler is stopping, so that no job may be submitted.
+        notifier: sends notifications, to `notify_hosts`.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class Controller:
         reconsider: Callable[[], None],
         stopping: Callable[[], bool],
         teams: Path | None = None,
+        notifier: Notifier,
+        notify_hosts: Sequence[str],
     ) -> None:
         self._store, self._backend = store, backend
         self._grace, self._heartbeat_timeout = grace, heartbeat_timeout
         self.executor = Executor(
             store, backend, lambda job: program(job, environment), grace=grace, on_ended=reconsider
         )
-        self._deletion = JobDeletion(store, state_dir)
+        self._deletion = JobDeletion(store, state_dir, notifier.collector.collect)
         self._deletion.finish()
         self.control = JobService(
             store,
@@ -70,8 +75,12 @@ class Controller:
             stopping=stopping,
             state_dir=state_dir.path,
             deletion=self._deletion,
+            notifications=NotificationService(
+                store, notify_hosts, why_not=notifier.why_not, wake=notifier.wake
+            ),
         )
-        self._teams = None if teams is None else TeamsFile(teams, store, reconsider)
+        check = self.control.notifications.check_teams
+        self._teams = None if teams is None else TeamsFile(teams, store, reconsider, check)
         self._node_watch = NodeWatch(
             store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +28,19 @@ class DeletedJob:
 
 
 class JobDeletion:
-    """Deletes jobs."""
+    """Deletes jobs; `settle` is called before their events go."""
 
-    def __init__(self, store: Store, state_dir: StateDir) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store, state_dir: StateDir, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._settle = store, settle
         self._state_dir = state_dir
         self._lock = threading.Lock()
         self._told: set[str] = set()
 
     def delete(self, name: str) -> DeletedJob:
         """Delete a job, except its own `checkpoint_dir`; `JobUnfinishedError`: it has not ended."""
+        self._settle()
         job = self._store.deletions.begin(name)
         self.finish()
         folders = [self._state_dir.job(name)]

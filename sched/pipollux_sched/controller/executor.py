@@ -41,7 +41,7 @@ from pipollux_sched.lifecycle import (
     Stop,
     Switched,
 )
-from pipollux_sched.spec.job import SpecError
+from pipollux_sched.spec.job import ExitCodesSpec, ExitRule, SpecError
 from pipollux_sched.store import AttemptRecord, JobRecord, Point, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
 
@@ -263,12 +263,20 @@ class Executor:
         """Add the training's progress; a script that has trained before is able to start."""
         if event.cannot_start and any(map(_has_trained, self._store.attempts(name))):
             event = replace(event, cannot_start=False)
+        if event.outcome is Outcome.FAILED and event.status is not None:
+            event = replace(event, rule=self._rule_for(name, event.status))
         point = points.get(name)
         # For an incomplete attempt, the step must remain that of its checkpoint.
         if point is None or event.outcome is not Outcome.COMPLETE:
             return event
         # Points count epochs from 0; the number of completed epochs is one more.
         return replace(event, step=point.step, epoch=point.epoch + 1)
+
+    def _rule_for(self, name: str, status: int) -> ExitRule:
+        with suppress(UnknownJobError):  # it was deleted meanwhile
+            codes = self._store.job(name).spec.get("exit_codes") or {}
+            return ExitCodesSpec.model_validate(codes).rule_for(status)
+        return "retry"
 
 
 def _frees(event: Event, job: JobRecord) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipollux_sched.spec.job import SpecError
-from pipollux_sched.spec.teams import load_teams
+from pipollux_sched.spec.teams import TeamsSpec, load_teams
 from pipollux_sched.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -25,10 +25,17 @@ class TeamsFile:
         SpecError: the file cannot be read, or is invalid.
     """
 
-    def __init__(self, path: Path, store: Store, reconsider: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        store: Store,
+        reconsider: Callable[[], None],
+        check: Callable[[TeamsSpec], None] = lambda _spec: None,
+    ) -> None:
         self._path, self._store, self._reconsider = path, store, reconsider
         self._read = self._seen = self._sign()
-        store.teams.set_spec(load_teams(path).model_dump(mode="json"))
+        self._check = check
+        store.teams.set_spec(self._load().revealed())
 
     def look(self) -> None:
         """Load the file if it has changed; an invalid one is logged and ignored."""
@@ -37,14 +44,19 @@ class TeamsFile:
         if signature is None or signature == self._read or signature != before:
             return
         try:
-            spec = load_teams(self._path)
+            spec = self._load()
         except SpecError as error:
             _LOG.warning("the teams stay as they are: %s", error)
         else:
             # If the store fails, the next check retries.
-            self._store.teams.set_spec(spec.model_dump(mode="json"))
+            self._store.teams.set_spec(spec.revealed())
             self._reconsider()
         self._read = signature
+
+    def _load(self) -> TeamsSpec:
+        spec = load_teams(self._path)
+        self._check(spec)
+        return spec
 
     def _sign(self) -> tuple[int, int, int] | None:
         try:

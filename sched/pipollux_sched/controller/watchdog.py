@@ -19,7 +19,7 @@ from pipollux_sched.lifecycle import (
     can_survive,
 )
 from pipollux_sched.spec.job import DEFAULT_START_TIMEOUT
-from pipollux_sched.store import JobRecord, Store, UnknownJobError
+from pipollux_sched.store import JobRecord, RunTime, Store, UnknownJobError
 from pipollux_sched.utils.failure_log import FailureLog
 from pipollux_utils.text import spell_duration
 
@@ -91,6 +91,8 @@ class Watchdog:
         self._look_at_nodes()
         for job in self._store.overdue():
             self._let(job.name, Expire(_why_overdue(job)))
+        for over in self._store.over_run_time():
+            self._let(over.name, Expire(_why_over(over), run_time=True))
         told: set[tuple[str, int]] = set()
         for lost in self._heartbeats.lost(self._heartbeat_timeout):
             if (lost.job, lost.attempt) not in told and self._lose(lost):
@@ -151,6 +153,13 @@ class Watchdog:
 def _why_overdue(job: JobRecord) -> str:
     deadline = datetime.fromtimestamp(job.deadline_at or 0.0, UTC).isoformat(" ", "seconds")
     return f"The deadline, {deadline}, has passed; submit the job again to let it go on."
+
+
+def _why_over(job: RunTime) -> str:
+    return (
+        f"It ran for {spell_duration(job.used)}, and max_run_time is {spell_duration(job.limit)}; "
+        "submit the job again to let it go on."
+    )
 
 
 def _why_slow(limit: float) -> str:

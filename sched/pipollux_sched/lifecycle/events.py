@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from .state import Dependency, Outcome, Phase
 
@@ -158,6 +158,10 @@ class Exited:
     """Whether its script is broken, so that a restart would fail too."""
     checkpoint: int | None = None
     """The step of its newest checkpoint, if it did not save at its end; None: unknown."""
+    status: int | None = None
+    """Exit status of the replica that failed first; None: unknown, or none failed."""
+    rule: Literal["retry", "fail", "ignore"] = "retry"
+    """What the status means for a restart: see `ExitCodesSpec`."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +206,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class Expire:
-    """The job's deadline has passed."""
+    """The job's deadline has passed, or its processes have run for as long as they may."""
 
     why: str
+    run_time: bool = False
+    """Whether it is the running time."""
 
 
 @dataclass(frozen=True)

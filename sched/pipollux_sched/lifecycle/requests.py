@@ -9,6 +9,7 @@ from .events import (
     Action,
     Cancel,
     DependencyEnded,
+    Expire,
     Kill,
     Record,
     Recover,
@@ -22,6 +23,7 @@ from .state import PRUNED, SWEEPING, Intent, JobState, Phase
 from .steps import (
     DEADLINE,
     NOT_ADOPTED,
+    RUN_TIME,
     WAITS_FOR_JOBS,
     Transition,
     ended_early,
@@ -78,13 +80,14 @@ def sweep_ended(state: JobState, event: SweepEnded, now: float) -> Transition:
     return failed, (Record("failed", None, {"why": event.message}),)
 
 
-def expire(state: JobState, why: str, now: float) -> Transition:
-    """End the job because its deadline has passed; a job that is being cancelled stays so."""
+def expire(state: JobState, event: Expire, now: float) -> Transition:
+    """End the job because its time is over; a job that is being cancelled stays so."""
+    why, reason = event.why, RUN_TIME if event.run_time else DEADLINE
     if state.phase.ended or state.intent in _FINAL:
         return state, ()
     if not state.running_on:
-        return ended_early(enter(state, state.phase, DEADLINE, why, now), Intent.EXPIRE, now)
-    return _stopping(state, DEADLINE, why, why, now, intent=Intent.EXPIRE)
+        return ended_early(enter(state, state.phase, reason, why, now), Intent.EXPIRE, now)
+    return _stopping(state, reason, why, why, now, intent=Intent.EXPIRE)
 
 
 def suspend(state: JobState, now: float) -> Transition:

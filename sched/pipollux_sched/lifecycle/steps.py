@@ -11,6 +11,7 @@ from .state import CANCELLED, PRUNED, Condition, Intent, JobState, Membership, P
 
 SUSPENDED_BY_USER = "SuspendedByUser"
 DEADLINE = "DeadlineExceeded"
+RUN_TIME = "RunTimeExceeded"
 WAITS_FOR_JOBS = "WaitsForJobs"
 NOT_ADOPTED = "NotAdopted"
 
@@ -95,9 +96,11 @@ def stop(state: JobState, why: str) -> tuple[Action, ...]:
 def ended_early(state: JobState, intent: Intent, now: float) -> Transition:
     """End a job that was cancelled, or whose deadline has passed, when nothing of it runs."""
     if intent is Intent.EXPIRE:
-        why = state.message if state.reason == DEADLINE else "The job's deadline has passed."
+        known = state.reason in (DEADLINE, RUN_TIME)
+        why = state.message if known else "The job's deadline has passed."
+        reason = state.reason if known else DEADLINE
         record = Record("failed", state.attempt or None, {"why": why})
-        return enter(state, Phase.FAILED, DEADLINE, why, now), (record,)
+        return enter(state, Phase.FAILED, reason, why, now), (record,)
     pruned = state.reason == PRUNED
     reason, message = (PRUNED, state.message) if pruned else (CANCELLED, "The job was cancelled.")
     ended = enter(state, Phase.FAILED, reason, message, now)

@@ -71,6 +71,8 @@ from .steps import (
 FORGIVEN_AFTER = 600.0
 """Seconds after which earlier failures do not count any more: one a month must not end a job."""
 BACKOFF_LIMIT = 60.0
+EXIT_CODE = "ExitCode"
+"""The reason of a job whose `exit_codes` decided on a restart."""
 START_TIMEOUT = "StartTimeout"
 """The reason of an attempt that was ended because it did not take its first step in time."""
 
@@ -141,7 +143,7 @@ def advance(state: JobState, event: Event, now: float) -> Transition:
         case Resume():
             return requests.resume(state, now)
         case Expire():
-            return requests.expire(state, event.why, now)
+            return requests.expire(state, event, now)
         case Shutdown():
             return requests.shutdown(state, now)
         case Adopt():
@@ -275,7 +277,8 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
     if event.outcome is Outcome.STOPPED:
         why = event.message or "The job was stopped from outside and is started again."
         stopped = stopped_record(event.attempt, event.step, event.checkpoint)
-        restarting = Record("restarting", event.attempt, {"why": why, "restarts": state.failures})
+        told = {"why": why, "restarts": state.failures, "cluster": True}
+        restarting = Record("restarting", event.attempt, told)
         # Back off if a cluster repeatedly ends each new attempt.
         interruptions = 1 if state.training else state.interruptions + 1
         waiting = enter(
@@ -288,11 +291,17 @@ def _exited(state: JobState, event: Exited, now: float) -> Transition:
 
 def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
     """Restart a job (`gone`: without its failed attempt) with a backoff, or give it up."""
+    if event.rule == "ignore" and not event.cannot_start:
+        return _ignored(state, gone, event, now)
     failures = 1 if _trained_for_long(state, now) else state.failures + 1
     counted = replace(gone, failures=failures)
     if event.cannot_start:
         why = f"The script cannot start, and is not tried again. {event.message}"
         ended = enter(counted, Phase.FAILED, "CannotStart", why, now, assigned=())
+        return ended, (Record("failed", event.attempt, {"why": why}),)
+    if event.rule == "fail":
+        why = f"Not restarted after exit status {event.status} (exit_codes). {event.message}"
+        ended = enter(counted, Phase.FAILED, EXIT_CODE, why, now)
         return ended, (Record("failed", event.attempt, {"why": why}),)
     if failures > state.max_restarts:
         times = "once" if failures == 1 else f"{failures} times"
@@ -303,6 +312,16 @@ def _failed(state: JobState, gone: JobState, event: Exited, now: float) -> Trans
     data = {"why": event.message, "restarts": failures}
     waiting = enter(counted, Phase.RESTARTING, "Failed", event.message, now)
     return waiting, (Record("restarting", event.attempt, data), RetryAfter(event.attempt, seconds))
+
+
+def _ignored(state: JobState, gone: JobState, event: Exited, now: float) -> Transition:
+    """Restart a job after an exit status that is no failure, with a backoff if it comes at once."""
+    interruptions = 1 if state.training else state.interruptions + 1
+    data = {"why": event.message, "restarts": state.failures}
+    changes = {"interruptions": interruptions}
+    waiting = enter(gone, Phase.RESTARTING, EXIT_CODE, event.message, now, **changes)
+    restarting = Record("restarting", event.attempt, data)
+    return waiting, (restarting, RetryAfter(event.attempt, backoff(interruptions)))
 
 
 def _trained_for_long(state: JobState, now: float) -> bool:
@@ -365,7 +384,8 @@ def _node_lost(state: JobState, event: NodeLost, now: float) -> Transition:
     lost = [replica for replica, node in places if node == event.node]
     if lost and resizes.can_survive(state, lost):
         return resizes.let_go(state, lost, event.why)
-    record = Record("stopping", event.attempt, {"why": event.why})
+    # `cluster`: neither the scheduler nor a person took the slots.
+    record = Record("stopping", event.attempt, {"why": event.why, "cluster": True})
     kill = Kill(event.attempt, event.why)
     if state.intent not in (None, Intent.MOVE):
         return state, (record, kill)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias
 
-from pipollux_utils.text import count, first_line, listing, seconds, spell_nodes
+from pipollux_utils.text import count, first_line, listing, seconds, spell_duration, spell_nodes
 
 Event: TypeAlias = Mapping[str, Any]
 
@@ -149,6 +149,24 @@ def _several(what: str, words: Sequence[str]) -> str:
     return f"{what}{'' if len(words) == 1 else 's'} {listing(words)}"
 
 
+def _waiting(event: Event) -> str:
+    return f"waits for slots since {spell_duration(event['threshold'])}: {first_line(event['why'])}"
+
+
+def _forecast_missed(event: Event) -> str:
+    what, at = event["what"], event["at"]
+    verb = {"start": "started", "end": "ended"}[what]
+    happened = f"has not {verb}" if at is None else f"{verb} at {_minute(at)}"
+    low = "any time" if event["low"] is None else _minute(event["low"])
+    until = "" if event["high"] is None else f" and {_minute(event['high'])}"
+    interval = f"between {low}{until}" if until else f"after {low}"
+    return f"forecast missed: its {what} was forecast {interval}, and it {happened}"
+
+
+def _minute(moment: float) -> str:
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
+
+
 _Telling: TypeAlias = Mapping[str, Callable[[Event], str]]
 
 _TELLING: _Telling = {
@@ -177,6 +195,8 @@ _TELLING: _Telling = {
     "node": _node,
     "autoscaling": _autoscaling,
     "teams": lambda event: f"teams: {', '.join(event['teams']) or 'none any more'}",
+    "waiting": _waiting,
+    "forecast_missed": _forecast_missed,
     "notice": _notice,
     "updated": _updated,
     "token": lambda event: f"a token of {event['name']} ({event['role']}) was {event['what']}",

@@ -19,7 +19,18 @@ from .limits import Limits
 from .overload import Overload
 from .prometheus import RefusedCounter
 from .request_bodies import BODY_LIMIT, BodyLimit
-from .routes import events, job_side, jobs, nodes, overview, service, sweeps, teams, tokens
+from .routes import (
+    events,
+    job_side,
+    jobs,
+    nodes,
+    notifications,
+    overview,
+    service,
+    sweeps,
+    teams,
+    tokens,
+)
 from .schemas import refusals
 from .swagger_page import add_docs
 from .web_page import add_pages
@@ -38,6 +49,7 @@ TAGS = {
     "nodes": "The nodes of the cluster, and their condition.",
     "teams": "Quotas and usage of teams.",
     "tokens": "Tokens of users, with their roles; for admins.",
+    "notifications": "Channels of users, and notifications sent to them.",
     "events": "Past events and the live event stream.",
     "service": "The scheduler itself.",
 }
@@ -73,7 +85,10 @@ def create_app(
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RefusedCounter, metrics=metrics)
     answer_errors(app)
-    for part in (job_side, jobs, sweeps, nodes, teams, tokens, events, overview, service):
+    for part in (
+        *(job_side, jobs, sweeps, nodes, teams, tokens, notifications, events, overview),
+        service,
+    ):
         app.include_router(part.router)
     if open_metrics:
         app.include_router(service.metrics_router)

@@ -38,6 +38,7 @@ from .names import (
     check_image,
     schema_bounds,
 )
+from .notify import NotifySpec, check_entries
 from .sweep import Parameters, SweepSpec, check_placeholders, fill_in, trial_name
 from .variables import check_variables
 
@@ -67,6 +68,24 @@ def check_args(args: Sequence[str]) -> Sequence[str]:
         if "\0" in text:
             raise ValueError(f"entry {index} holds a NUL character; leave it out")
     return args
+
+
+def check_module(name: str) -> str:
+    """Return the name of a module; raise ValueError if it cannot be one."""
+    if len(name) > MOST_PATH or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(
+            f"'{name[:80]}' is not the name of a module; give one such as package.train, without "
+            "'.py' and '-m'"
+        )
+    return name
+
+
+def check_command(text: str) -> str:
+    """Return a command for the shell; raise ValueError if a process cannot be given it."""
+    if not text.strip():
+        raise ValueError("is empty; give a command for the shell")
+    check_args((text,))
+    return text
 
 
 def check_path(text: str) -> str:
@@ -119,6 +138,10 @@ Count = Annotated[int, Field(ge=1)]
 GpuType = Annotated[str, AfterValidator(_check_gpu_type), schema_bounds(NAME_LENGTH)]
 FilePath = Annotated[str, AfterValidator(check_path), schema_bounds(MOST_PATH)]
 ImageReference = Annotated[str, AfterValidator(check_image), schema_bounds(MOST_OF_IMAGE)]
+ModuleName = Annotated[str, AfterValidator(check_module), schema_bounds(MOST_PATH)]
+Command = Annotated[str, AfterValidator(check_command), schema_bounds(MOST_BYTES)]
+ExitCode = Annotated[int, Field(ge=1, le=255)]
+ExitRule = Literal["retry", "fail", "ignore"]
 Argument = Annotated[str, Field(json_schema_extra={"maxLength": MOST_BYTES})]
 T = TypeVar("T")
 List = Annotated[tuple[T, ...], Field(strict=False)]
@@ -245,6 +268,42 @@ class ResourceSpec(Spec):
     """Main memory."""
 
 
+class ExitCodesSpec(Spec):
+    """What exit statuses mean for restarts: that of the first replica that failed counts.
+
+    A process that a signal ends has the status 128 plus the number of the signal.
+    """
+
+    retry: List[ExitCode] = Field(default=(), description="a list of numbers from 1 to 255")
+    """The only ones after which the job is restarted; none: all."""
+    fail: List[ExitCode] = Field(default=(), description="a list of numbers from 1 to 255")
+    """After these, the job fails at once."""
+    ignore: List[ExitCode] = Field(default=(), description="a list of numbers from 1 to 255")
+    """After these, the job is restarted without counting towards `max_restarts`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        lists = {"retry": self.retry, "fail": self.fail, "ignore": self.ignore}
+        for name, codes in lists.items():
+            for other, others in lists.items():
+                both = sorted(set(codes) & set(others))
+                if other != name and both:
+                    raise problem_at((name,), f"{both[0]} is in {other}, too; name it once")
+        return self
+
+    def rule_for(self, status: int) -> ExitRule:
+        """Return what an exit status means.
+
+        Example:
+            >>> ExitCodesSpec(fail=(2,)).rule_for(2), ExitCodesSpec(fail=(2,)).rule_for(1)
+            ('fail', 'retry')
+        """
+        if status in self.ignore:
+            return "ignore"
+        refused = status in self.fail or (self.retry and status not in self.retry)
+        return "fail" if refused else "retry"
+
+
 class JobSpec(Spec):
     """One job: a training script or image, and the bounds of its allocation.
 
@@ -257,7 +316,21 @@ class JobSpec(Spec):
     """Unique among the scheduler's jobs."""
     script: FilePath | None = Field(default=None, description="the path of a Python script")
     """The training script, relative to the job file or to the current folder. With an `image`: a
-    path inside the image; none: the image's entry point runs."""
+    path inside the image; none, and no `module` or `command`: the image's entry point runs."""
+    module: ModuleName | None = Field(
+        default=None, description="the name of a module, as in package.train"
+    )
+    """A module to run in place of a script, as `python -m` does, found from `working_dir` on."""
+    command: Command | None = Field(
+        default=None, description="a command for the shell, as in ./train.sh --fast"
+    )
+    """A command to run in place of a script, by `/bin/sh -c`, with `args` as `$1`, `$2`, …"""
+    python: FilePath | None = Field(
+        default=None, description="the path of an interpreter or a virtual environment"
+    )
+    """Interpreter or virtual environment of the processes, relative to the job file or to the
+    current folder; it needs this version of Pipollux. None: the scheduler's, with an `image`
+    `python3`. With an `image`: the path of an interpreter in it."""
     image: ImageReference | None = Field(
         default=None, description="a reference such as registry.example/train:2.1"
     )
@@ -321,6 +394,11 @@ class JobSpec(Spec):
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
     """Resources of each stage of a replica, added to `resources`."""
+    memory_limit: Annotated[Bytes, Field(ge=1)] | None = Field(
+        default=None, description="a size such as 12GiB"
+    )
+    """Main memory that a replica may use; a replica that uses more is ended, which is a failure.
+    None: no limit but that of the cluster."""
     environment: Annotated[dict[str, str], AfterValidator(check_variables)] = Field(
         default={}, description="a mapping of texts to texts", repr=False
     )
@@ -337,6 +415,13 @@ class JobSpec(Spec):
     """Restarts after failures. Restarts for a new allocation do not count."""
     deadline: Duration = Field(default=None, description="a duration such as 36h")
     """Time after submission at which the scheduler ends the job, complete or not; none: never."""
+    max_run_time: Duration = Field(default=None, description="a duration such as 12h")
+    """Time that the processes of the job may run, summed over its attempts since its submission,
+    without time in the queue; then the job saves and fails. None: no limit."""
+    exit_codes: ExitCodesSpec = Field(
+        default=ExitCodesSpec(), description="a mapping such as {fail: [2], ignore: [75]}"
+    )
+    """What exit statuses of the script mean for restarts."""
     start_timeout: Duration = Field(
         default=DEFAULT_START_TIMEOUT, description="a duration such as 30m, or null"
     )
@@ -345,10 +430,28 @@ class JobSpec(Spec):
     hang_timeout: Duration = Field(default=None, description="a duration such as 30m")
     """Time without an optimizer step, after the first one, after which the job is restarted; none:
     no limit."""
+    notify: Annotated[List[NotifySpec], AfterValidator(check_entries)] = Field(
+        default=(),
+        description="a list such as [{channel: ops, events: [completed, failed]}]",
+        repr=False,
+    )
+    """Where to send notifications about the job, and which."""
     hints: HintsField | None = None
     """Hints that the job starts with, such as measured performance parameters."""
     allocation: List[str] = Field(default=(), description="a list of node names, one per replica")
     """Current allocation, one node name per replica. Only `pipollux plan` reads it."""
+
+    @field_serializer("notify")
+    def _notify_to_json(self, _notify: Sequence[NotifySpec]) -> List[NotifySpec]:
+        # Destinations hold secrets: they are left out everywhere, except by `revealed`.
+        return ()
+
+    def revealed(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
+        """Return the job as JSON with the destinations of notifications, to be sent."""
+        data = self.model_dump(mode="json", exclude_defaults=exclude_defaults)
+        return data | (
+            {"notify": [entry.revealed() for entry in self.notify]} if self.notify else {}
+        )
 
     @field_serializer("hints")
     def _hints_to_json(self, hints: SchedHints | None) -> dict[str, Any] | None:
@@ -390,22 +493,47 @@ class JobSpec(Spec):
             self._check_hints(self.hints)
         return self
 
+    @property
+    def has_program(self) -> bool:
+        """Whether it has a script, module or command, and not an image's entry point alone."""
+        return any(one is not None for one in (self.script, self.module, self.command))
+
     def _check_program(self) -> None:
-        if self.servers and self.script is None and self.image is not None:
+        if self.servers and self.image is not None and not self.has_program:
             raise problem_at(
                 ("servers",),
                 f"{self.servers} needs a script, as an image's own entry point starts no servers; "
                 "give as script a path inside the image",
             )
+        given = [name for name in ("script", "module", "command") if getattr(self, name)]
+        if len(given) > 1:
+            raise problem_at(
+                (given[1],), f"is given, and so is {given[0]}; a job has one of them: remove one"
+            )
+        least = self.resources.memory + self.resources_per_stage.memory * self.num_stages
+        if self.memory_limit is not None and self.memory_limit < least:
+            raise problem_at(
+                ("memory_limit",),
+                f"{self.memory_limit} is less than the {least} bytes of resources and "
+                "resources_per_stage; raise it, or lower these",
+            )
         if self.image is None:
-            if self.script is None:
+            if not given:
                 raise problem_at(
                     ("script",),
                     "is missing; give the path of a Python script, or as image a reference such as "
                     "registry.example/train:2.1",
                 )
             return
-        folders = {"working_dir": self.working_dir, "checkpoint_dir": self.checkpoint_dir}
+        if self.python is not None and not self.has_program:
+            raise problem_at(("python",), "is of no use for the image's entry point; leave it out")
+        if self.script is not None and self.script.startswith("-"):
+            raise problem_at(("script",), f"'{self.script}' begins with '-'; give ./{self.script}")
+        folders = {
+            "python": self.python,
+            "working_dir": self.working_dir,
+            "checkpoint_dir": self.checkpoint_dir,
+        }
         for name, folder in folders.items():
             if folder is not None and not folder.startswith("/"):
                 raise problem_at(
@@ -435,6 +563,7 @@ class JobSpec(Spec):
             "sweep": None,
             "after": (),
             "deadline": None,
+            "notify": (),
         }
         return self.model_copy(update=changes)
 

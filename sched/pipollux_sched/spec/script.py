@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +48,33 @@ def resolve_script(
 
 
 def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobSpec:
-    """Return a job with the absolute path of its script, which must exist, except in an image."""
+    """Return a job with the absolute paths of its script and interpreter, except in an image.
+
+    `SpecError`: one of them does not exist.
+    """
     if job.image is not None:
         return job
-    found = resolve_script(job, jobs_file, must_exist=True).path
-    return job.model_copy(update={"script": str(found)})
+    found: dict[str, str] = {}
+    if job.script is not None or not job.has_program:
+        found["script"] = str(resolve_script(job, jobs_file, must_exist=True).path)
+    if job.python is not None:
+        found["python"] = str(_find_python(job, job.python, jobs_file))
+    return job.model_copy(update=found)
+
+
+def _find_python(job: JobSpec, python: str, jobs_file: str | Path | None) -> Path:
+    """Return the interpreter of a job, which may be given as its virtual environment."""
+    path = Path(python).expanduser()
+    places = [Path.cwd() / path]
+    if jobs_file is not None and not path.is_absolute():
+        places.insert(0, Path(jobs_file).resolve().parent / path)
+    for place in places:
+        found = place / "bin" / "python" if place.is_dir() else place
+        if found.is_file() and os.access(found, os.X_OK):
+            # Links are kept: that of a virtual environment leads out of it.
+            return Path(os.path.abspath(found))
+    tried = ", nor ".join(map(str, dict.fromkeys(places)))
+    raise SpecError(
+        f"job '{job.name}': python: there is no interpreter {tried}; give the path of one, or of a "
+        "virtual environment"
+    )

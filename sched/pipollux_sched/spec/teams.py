@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     StrictFloat,
     StrictInt,
+    field_serializer,
     model_validator,
 )
 
@@ -27,6 +29,7 @@ from pipollux_utils.validation import problem_at
 
 from .job import JobSpec, List, Spec, load_model, parse_model
 from .names import Name, UserName
+from .notify import NotifySpec, check_team_entries
 
 DEFAULT_TEAM = "default"
 """Team of jobs without a team, if their user is in no team."""
@@ -70,6 +73,15 @@ class TeamSpec(Spec):
     """Slots that one job may hold; none: unlimited."""
     users: List[UserName] = Field(default=(), description="a list of names")
     """Users that may submit jobs for the team; none: everyone."""
+    notify: Annotated[List[NotifySpec], AfterValidator(check_team_entries)] = Field(
+        default=(), description="a list of mappings with webhook or apprise", repr=False
+    )
+    """Where to send notifications about the team's jobs, and which."""
+
+    @field_serializer("notify")
+    def _notify_to_json(self, _notify: Sequence[NotifySpec]) -> List[NotifySpec]:
+        # Destinations hold secrets: they are left out everywhere, except by `revealed`.
+        return ()
 
 
 class JobOwner(NamedTuple):
@@ -142,6 +154,13 @@ class TeamsSpec(Spec):
                 f"{', '.join(sorted(names)) or 'them'}, or leave it out",
             )
         return self
+
+    def revealed(self) -> dict[str, Any]:
+        """Return the teams as JSON with the secrets of notifications, to be stored or sent."""
+        data = self.model_dump(mode="json")
+        for team, plain in zip(self.teams, data["teams"], strict=True):
+            plain["notify"] = [entry.revealed() for entry in team.notify]
+        return data
 
     def for_policy(self) -> Teams:
         """Return the teams in the form that policies use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .attempts import AttemptCounts, moving_average
 from .errors import (
+    ChannelExistsError,
     ConflictError,
     DependencyError,
     JobEndedError,
@@ -15,6 +16,7 @@ from .errors import (
     StoreTakenError,
     StoreUnavailableError,
     TeamFullError,
+    UnknownChannelError,
     UnknownJobError,
     UnknownNodeError,
     UnknownTokenError,
@@ -24,6 +26,8 @@ from .forecasts import PastForecast, StoredForecast
 from .heartbeats import KeptHeartbeat, ReceivedHeartbeat
 from .job_cache import JobCache
 from .job_list import Holder, JobOrder, JobQuery, JobSummary, ListedPhase
+from .journal import RunTime
+from .notifications import DeliveryState, Notification, NotifyRule
 from .queries import CompletedRecord, Glance, NoisePoint
 from .records import AttemptRecord, JobRecord, NodeCondition, NodeRecord, Point, Timeline
 from .replicas import Discovery, UnknownReplicaError
@@ -36,9 +40,11 @@ from .sweeps import Curve, TrialRecord, TrialState
 __all__ = [
     "AttemptCounts",
     "AttemptRecord",
+    "ChannelExistsError",
     "CompletedRecord",
     "ConflictError",
     "Curve",
+    "DeliveryState",
     "DependencyError",
     "Discovery",
     "Glance",
@@ -57,12 +63,15 @@ __all__ = [
     "NodeCondition",
     "NodeRecord",
     "NoisePoint",
+    "Notification",
+    "NotifyRule",
     "PastForecast",
     "Point",
     "Predecessor",
     "ReceivedHeartbeat",
     "ReceivedHints",
     "ReceivedReport",
+    "RunTime",
     "ServerInfo",
     "StaleAttemptError",
     "StateDir",
@@ -77,6 +86,7 @@ __all__ = [
     "Timeline",
     "TrialRecord",
     "TrialState",
+    "UnknownChannelError",
     "UnknownJobError",
     "UnknownNodeError",
     "UnknownReplicaError",

@@ -20,6 +20,7 @@ from . import journal
 from .attempts import AttemptCounts, totals
 from .database import Database
 from .errors import JobExistsError, JobUnfinishedError
+from .notifications import keep_entries
 from .records import JobRecord, job_record
 from .retention import delete_events
 from .tables import (
@@ -123,6 +124,7 @@ def _begin(session: Session, name: str, now: float) -> JobRecord:
         session.execute(delete(table).where(table.job == name))
     if job.is_sweep:
         session.execute(delete(TrialRow).where(TrialRow.sweep == name))
+    keep_entries(session, name, (), now)
     session.delete(row)
     return job
 

@@ -37,6 +37,10 @@ class UnknownTokenError(StoreError):
     """No token has this name."""
 
 
+class UnknownChannelError(StoreError):
+    """No channel of notifications has this name."""
+
+
 class ConflictError(StoreError):
     """The request conflicts with the current state of a job."""
 
@@ -47,6 +51,10 @@ class JobExistsError(ConflictError):
 
 class TokenExistsError(ConflictError):
     """The user has a token already."""
+
+
+class ChannelExistsError(ConflictError):
+    """The user has a channel of this name already."""
 
 
 class TeamFullError(ConflictError):

@@ -147,7 +147,8 @@ def key_of(name: str, spec: Mapping[str, Any]) -> FamilyKey | None:
     family = spec.get("family")
     if family == "":
         return None
-    program = (spec.get("script"), spec.get("image")) if family is None else ()
+    fields = ("script", "module", "command", "image")
+    program = tuple(map(spec.get, fields)) if family is None else ()
     stages = (
         spec.get("num_stages", 1),
         tuple(sorted(spec.get("stage_choices") or ())),

@@ -17,6 +17,7 @@ from .tables import AttemptRow, EventRow, JobRow, MetaRow
 
 _LATEST = "forecasts"
 _RECORD = "forecast"
+_MOST_RECORDS = 50
 
 
 class StoredForecast(NamedTuple):
@@ -74,6 +75,21 @@ class ForecastRecords:
         )
         with self._database.read() as session:
             return {str(row[0]): float(row[1]) for row in session.execute(query)}
+
+    def first_record(self, job: str, after: Collection[str]) -> StoredForecast | None:
+        """Return the first recorded forecast of a job since the last event of some types.
+
+        The first one with a bounded end, if there is one.
+        """
+        mine = EventRow.job == job
+        with self._database.read() as session:
+            last = select(func.max(EventRow.id)).where(mine, EventRow.type.in_(after))
+            since = session.scalar(last) or 0
+            query = select(EventRow.data).where(mine, EventRow.type == _RECORD, EventRow.id > since)
+            rows = session.scalars(query.order_by(EventRow.id).limit(_MOST_RECORDS)).all()
+        found = [StoredForecast(**data) for data in rows]
+        bounded = (one for one in found if one.end["high"] is not None)
+        return next(bounded, found[0] if found else None)
 
     def past(self, most: int) -> list[PastForecast]:
         """Return the newest records of jobs that have completed since, oldest first.

@@ -258,6 +258,14 @@ class StartingJob(NamedTuple):
     started_at: float
 
 
+class RunTime(NamedTuple):
+    """The time that the processes of a job have run, in seconds."""
+
+    name: str
+    used: float
+    limit: float
+
+
 def overdue(session: Session, now: float) -> list[JobRecord]:
     """Return the unfinished jobs whose deadline has passed without having been applied."""
     final = (Intent.CANCEL.value, Intent.EXPIRE.value)
@@ -267,6 +275,44 @@ def overdue(session: Session, now: float) -> list[JobRecord]:
         or_(JobRow.intent.is_(None), JobRow.intent.not_in(final)),
     )
     return [job_record(row) for row in session.scalars(query)]
+
+
+def over_run_time(session: Session, now: float) -> list[RunTime]:
+    """Return the running jobs whose processes have run for longer than `max_run_time`."""
+    limit = JobRow.spec["max_run_time"].as_float()
+    limited = (
+        select(JobRow.name, limit.label("limit"))
+        .join(AttemptRow, and_(AttemptRow.job == JobRow.name, AttemptRow.attempt == JobRow.attempt))
+        .where(
+            JobRow.phase.not_in(ENDED),
+            limit.is_not(None),
+            JobRow.intent.is_(None),
+            AttemptRow.started_at.is_not(None),
+            AttemptRow.ended_at.is_(None),
+        )
+    )
+    found = []
+    for name, most in session.execute(limited).all():
+        used = _run_time(session, name, now)
+        if used >= most:
+            found.append(RunTime(name, used, most))
+    return found
+
+
+def _run_time(session: Session, name: str, now: float) -> float:
+    """Return the seconds that a job's processes have run since it was last submitted or rerun."""
+    begun = select(func.max(EventRow.time)).where(
+        EventRow.job == name, EventRow.type.in_(("submitted", "rerun"))
+    )
+    since = session.scalar(begun) or 0.0
+    rows = session.execute(
+        select(AttemptRow.started_at, AttemptRow.ended_at).where(
+            AttemptRow.job == name,
+            AttemptRow.created_at >= since,
+            AttemptRow.started_at.is_not(None),
+        )
+    )
+    return sum(((now if end is None else end) - (start or now) for start, end in rows), 0.0)
 
 
 def starting(session: Session) -> list[StartingJob]:

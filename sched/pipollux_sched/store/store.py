@@ -28,8 +28,9 @@ from .forecasts import ForecastRecords
 from .heartbeats import HeartbeatRecords
 from .job_cache import JobCache
 from .job_list import JobQuery
-from .journal import Change, StartingJob
+from .journal import Change, RunTime, StartingJob
 from .launches import LaunchRecords
+from .notifications import NotificationRecords
 from .queries import Overview
 from .records import (
     AttemptRecord,
@@ -89,6 +90,7 @@ class Store:
         self.sweeps = Sweeps(self._database, clock)
         self.forecasts = ForecastRecords(self._database, clock)
         self.devices = DeviceRecords(self._database, clock)
+        self.notifications = NotificationRecords(self._database, clock)
 
     def acquire_leader_lock(self) -> None:
         """Become the only scheduler that serves the store, until it is closed.
@@ -197,6 +199,11 @@ class Store:
         """Return the unfinished jobs whose deadline has passed without having been applied."""
         with self._database.read() as session:
             return journal.overdue(session, self._clock())
+
+    def over_run_time(self) -> list[RunTime]:
+        """Return the running jobs whose processes have run for longer than `max_run_time`."""
+        with self._database.read() as session:
+            return journal.over_run_time(session, self._clock())
 
     def starting(self) -> list[StartingJob]:
         """Return the jobs whose processes run and have taken no step yet."""

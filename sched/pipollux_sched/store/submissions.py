@@ -17,6 +17,7 @@ from . import deletion, journal, sweeps
 from .dependencies import waits_of
 from .errors import JobEndedError, JobExistsError, JobUnfinishedError
 from .journal import Change
+from .notifications import keep_entries
 from .records import write_job_state
 from .sweeps import TrialRecord
 from .tables import HintsRow, JobRow, MetricRow
@@ -41,6 +42,8 @@ class Submission:
     """Seconds from now after which the job is ended, complete or not; None: never."""
     trial: TrialRecord | None = None
     """The trial of a sweep that the job is; None: it is none."""
+    notify: Sequence[Mapping[str, Any]] = ()
+    """Destinations of notifications, which hold secrets, so that `spec` leaves them out."""
 
 
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
@@ -61,6 +64,8 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
             row.sweep = entry.name
         row.spec, row.token, row.ended_at = dict(entry.spec), entry.token, None
         row.deadline_at = None if entry.deadline is None else now + entry.deadline
+        if entry.trial is None:  # the sweep notifies for its trials
+            keep_entries(session, entry.name, entry.notify, now)
     session.flush()
     for entry in submissions:
         if entry.trial is not None:

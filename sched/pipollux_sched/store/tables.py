@@ -232,3 +232,43 @@ class HeartbeatRow(Base):
     time: Mapped[float]
     step: Mapped[int | None]
     finished: Mapped[bool]
+
+
+class NotifyRuleRow(Base):
+    """A destination of notifications: a channel of a user, or an entry of a job."""
+
+    __tablename__ = "notify_rules"
+    __table_args__ = (UniqueConstraint("owner", "name"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    name: Mapped[str]
+    spec: Mapped[dict[str, Any]]
+    created_at: Mapped[float]
+
+
+class NotificationRow(Base):
+    """A notification. Those of deleted jobs stay, so `job` is no foreign key."""
+
+    __tablename__ = "notifications"
+    __table_args__ = (
+        Index("notifications_by_state", "state", "due_at"),
+        Index("notifications_by_channel", "channel", "created_at"),
+        Index("notifications_by_job", "job"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    message: Mapped[str] = mapped_column(unique=True)
+    channel: Mapped[str]
+    label: Mapped[str]
+    target: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    kind: Mapped[str]
+    job: Mapped[str | None]
+    items: Mapped[list[dict[str, Any]]]
+    num_items: Mapped[int]
+    created_at: Mapped[float]
+    due_at: Mapped[float]
+    attempts: Mapped[int]
+    state: Mapped[str]
+    finished_at: Mapped[float | None]
+    error: Mapped[str | None]

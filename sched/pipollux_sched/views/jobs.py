@@ -13,6 +13,7 @@ from .changes import change_under_way
 from .devices import devices_of_job
 from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
+from .notifications import notification_view
 
 NUM_EVENTS = 10
 """Number of newest events in a job's details."""
@@ -81,6 +82,9 @@ def job_details(
         forecast=job_forecast(store.forecasts.latest(), job),
         devices=devices_of_job(store, job.name),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
+        notifications=[
+            notification_view(one) for one in store.notifications.recent(NUM_EVENTS, job=job.name)
+        ],
     )
 
 

@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict
 from pipollux_sched.lifecycle import CANCELLED, PRUNED, ChangeStage, Intent, Phase, When
 from pipollux_sched.report.event_text import told_line
 from pipollux_sched.spec.tokens import Role
-from pipollux_sched.store import JobRecord, ListedPhase, NodeCondition, Point, TrialState
+from pipollux_sched.store import (
+    DeliveryState,
+    JobRecord,
+    ListedPhase,
+    NodeCondition,
+    Point,
+    TrialState,
+)
 
 
 class View(BaseModel):
@@ -288,13 +295,34 @@ class EventSummary(View):
         return told_line(self.time, self.job, self.text)
 
 
+class NotificationView(View):
+    """A notification about `count` events, the last of them in words.
+
+    `to`: its destination without what may be secret. `due_at`: the next attempt, null if it is
+    delivered or was given up; `error`: why the last attempt failed.
+    """
+
+    message: str
+    job: str | None
+    kind: str
+    count: int
+    to: str
+    text: str
+    state: DeliveryState
+    created_at: float
+    attempts: int
+    due_at: float | None
+    finished_at: float | None
+    error: str | None
+
+
 class JobDetails(JobView):
     """The details of a job without its curves; `number`: its place in the order of jobs.
 
     The last `events` have the form of `EventView`. `changing`: an elastic resize in progress, in
     words; null: there is none. `devices`: those that it holds, where known. `planned_by`: the job
     whose hints are used until this job has sent its own; null: there is none, or it has sent its
-    own.
+    own. `notifications`: the last ones about it.
     """
 
     number: int
@@ -309,6 +337,7 @@ class JobDetails(JobView):
     forecast: ForecastView | None = None
     devices: list[JobDeviceView] = []
     events: list[dict[str, Any]]
+    notifications: list[NotificationView] = []
 
 
 class NoiseView(View):

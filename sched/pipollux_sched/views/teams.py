@@ -18,7 +18,8 @@ class TeamView(View):
     """A team: its limits, the slots that its jobs hold, and its jobs.
 
     `submitted`: its unfinished jobs, including suspended ones; `borrowed`: slots beyond its quota;
-    `lent`: slots of its quota that other teams hold; `until`: the time by which it must return
+    `lent`: slots of its quota that other teams hold; `notify`: the destinations of notifications,
+    without what may be secret, as `spec` leaves them out; `until`: the time by which it must return
     borrowed slots, in seconds since the epoch.
     """
 
@@ -31,6 +32,7 @@ class TeamView(View):
     max_submit_jobs: int | None
     max_slots_per_job: int | None
     users: list[str]
+    notify: list[str]
     used: int
     borrowed: int
     lent: int
@@ -126,7 +128,12 @@ def _slots_given(store: Store) -> dict[str, int]:
 
 def _view(use: TeamUse, spec: TeamSpec, jobs: _TeamJobs) -> TeamView:
     return TeamView(
-        **{**spec.model_dump(), "users": list(spec.users), "weight": float(spec.weight)},
+        **{
+            **spec.model_dump(),
+            "users": list(spec.users),
+            "notify": [entry.label for entry in spec.notify],
+            "weight": float(spec.weight),
+        },
         used=use.used,
         borrowed=use.borrowed,
         lent=use.lent,

@@ -27,6 +27,7 @@ BODIES = {
     ("put", "/teams"),
     ("put", "/jobs/{name}/team"),
     ("post", "/tokens"),
+    ("post", "/notifications/channels"),
 }
 """What is sent with a body."""
 
@@ -65,7 +66,7 @@ def operations_of(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, A
 
 def test_every_path_is_described(document: dict[str, Any]) -> None:
     operations = operations_of(document)
-    assert len(operations) == 42
+    assert len(operations) == 46
     assert {key for key, operation in operations.items() if "requestBody" in operation} == BODIES
     for key, operation in operations.items():
         assert operation["summary"], key
@@ -117,6 +118,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         ("post", "/jobs/{name}/reports"): report(),
         ("post", "/tokens"): {"name": "ana", "role": "viewer"},
         ("put", "/teams"): teams,
+        ("post", "/notifications/channels"): {"name": "ops", "webhook": "https://example.org/"},
         ("put", "/jobs/{name}/team"): {"team": "vision"},
     }
     names = {
@@ -125,6 +127,8 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         "/jobs/{name}/delete": "gone",
         "/tokens/{name}": "ana",
         "/sweeps/{name}": "rates",
+        "/notifications/channels/{name}": "old",
+        "/notifications/channels/{name}/test": "ops",
     }
     sweep = {"grid": {"lr": [0.1, 0.01]}}
     service.control.submit(
@@ -135,6 +139,8 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         service.control.submit(JobSpec(name=name, script=SCRIPT))
         service.control.cancel(name)
     service.store.tokens.create(NewToken(name="bo", role=Role.USER))
+    hook = {"webhook": "https://example.org/", "events": ["failed"]}
+    service.store.notifications.add_channel("user:", "old", hook)
     models = {}
     for (method, path), operation in operations_of(document).items():
         schema = next(iter(operation["responses"].values())).get("content", {})
@@ -147,7 +153,7 @@ def test_what_is_answered_is_what_is_described(service: Service, document: dict[
         response = service.admin.request(method.upper(), full, params=query, json=body)
         assert response.is_success, (method, path)
         assert response.json(), "an empty list proves nothing"
-    assert len(models) == 35
+    assert len(models) == 39
     assert {} not in models.values(), "each has a model"
     for name in {reference.rpartition("/")[2] for reference in references(models)}:
         model = document["components"]["schemas"][name]

@@ -19,7 +19,8 @@ import yaml
 from pydantic import BaseModel
 
 from pipollux_sched.spec.dependencies import Dependency
-from pipollux_sched.spec.job import JobSpec, ResourceSpec
+from pipollux_sched.spec.job import ExitCodesSpec, JobSpec, ResourceSpec
+from pipollux_sched.spec.notify import NotifySpec
 
 from . import names
 from .job_resource import camel_case
@@ -37,7 +38,7 @@ _EITHER = "x-kubernetes-int-or-string"
 _OPAQUE = ("hints",)
 """Fields whose keys only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {
-    model.__name__: model for model in (ResourceSpec, Dependency)
+    model.__name__: model for model in (ResourceSpec, Dependency, NotifySpec, ExitCodesSpec)
 }
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
@@ -58,6 +59,7 @@ MUTABLE: Mapping[str, Schema] = {
 _DESCRIPTIONS = {
     "script": "Path of a Python script in the image.",
     "image": "Container image that every replica runs in; left out: that of the template.",
+    "python": "Path of the interpreter in the image; left out: python3.",
     "user": "Whose job it is, as the creator of the resource says.",
     "environment": "Environment variables of the script; secrets belong into the template.",
     "working_dir": "Folder that the script runs in; left out: that of the image.",
@@ -92,6 +94,10 @@ _RULES = (
         "!has(self.stageChoices) || size(self.stageChoices) == 0 || "
         "self.numStages in self.stageChoices",
         "stageChoices must contain numStages, which the job starts with",
+    ),
+    (
+        "has(self.script) || has(self.module) || has(self.command)",
+        "script is missing; give the path of a Python script in the image, or a module or command",
     ),
     (
         "has(self.image) || has(self.template)",
@@ -171,14 +177,13 @@ class _Dumper(yaml.SafeDumper):
 def _spec() -> Schema:
     document = JobSpec.model_json_schema()
     properties = _properties(JobSpec, document, document["$defs"])
-    required = ["script"]
+    required: list[str] = []
     unchanged = [
         _unchanged(field, always=field in required or "default" in part)
         for field, part in properties.items()
     ]
     return {
         "type": "object",
-        "required": required,
         "x-kubernetes-validations": _validations([*_RULES, *unchanged]),
         "properties": {**properties, **MUTABLE},
     }

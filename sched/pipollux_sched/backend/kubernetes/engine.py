@@ -115,10 +115,11 @@ class KubernetesEngine(Engine):
                 f"job '{spec.name}': image: is missing; the kubernetes backend runs containers: "
                 "give a reference such as registry.example/train:2.1, and as script a path in it"
             )
-        if spec.script is None:
+        if not spec.has_program:
             raise SpecError(
                 f"job '{spec.name}': script: is missing; the kubernetes backend starts it in the "
-                f"image '{spec.image}' itself: give the path of a Python script in that image"
+                f"image '{spec.image}' itself: give the path of a Python script in that image, or "
+                "a module or command"
             )
         if spec.servers and self.even:
             raise SpecError(

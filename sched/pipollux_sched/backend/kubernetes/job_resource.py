@@ -26,8 +26,8 @@ CHANGE_IGNORED = "ChangeIgnored"
 """Condition of a job whose resource was changed to differ from the job."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
-_CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user")
-"""Fields of a job that change by a move to another team, or come from a token."""
+_CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user", "notify")
+"""Fields of a job that change by a move to another team, come from a token, or are kept apart."""
 _KEPT_AS_THEY_ARE = ("environment", "hints")
 
 
@@ -206,7 +206,9 @@ def _image(template: Mapping[str, Any]) -> str | None:
 
 def _renamed(field: str, value: Any, rename: Any) -> Any:
     if isinstance(value, Mapping) and field not in _KEPT_AS_THEY_ARE:
-        return {rename(name): entry for name, entry in value.items()}
+        return {rename(name): _renamed(name, entry, rename) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_renamed(field, entry, rename) for entry in value]
     if isinstance(value, float):  # a duration: the API has integers and strings only
         return int(value) if value.is_integer() else f"{value:.9f}".rstrip("0") + "s"
     return value

@@ -203,6 +203,9 @@ def resources(
         requests[CPU] = str(cpus)
     if memory:
         requests["memory"] = str(memory)
+    if program.memory_limit is not None:
+        limits["memory"] = str(program.memory_limit)
+        requests.setdefault("memory", "0")  # else it would be the limit
     return {**asked, "requests": requests, "limits": limits}
 
 

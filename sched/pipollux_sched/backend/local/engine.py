@@ -103,7 +103,7 @@ class LocalEngine(Engine):
         key = launch.key(replica)
         if key in self._replicas:
             return
-        if program.image is not None or program.script is None:
+        if program.image is not None or not program.has_program:
             raise BackendError(
                 f"job {program.job!r} cannot run in {program.image or 'an image'}: the local "
                 "backend starts processes of this machine and no containers"
@@ -131,6 +131,7 @@ class LocalEngine(Engine):
                 pass_on=self._pass_on,
             ),
             directory=None if program.run_as else program.directory,
+            memory_limit=program.memory_limit,
         )
         self._replicas[key] = self._replica(key, process)
 

@@ -17,7 +17,7 @@ import psutil
 
 from pipollux_sched.backend.base import POLL_INTERVAL, Ended, ReplicaState, Signal
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
-from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.backend.result import ReplicaResult, out_of_memory
 
 LINGER = 1.0
 """Seconds that processes left behind by an agent have to end before they are killed."""
@@ -117,6 +117,9 @@ class LocalReplica:
             return ReplicaState(handle)
         result = self._result()
         # An agent that was stopped very early has left no result.
+        over = self._process.memory
+        if over is not None:
+            result = result._replace(error=out_of_memory(*over))
         self._ended = Ended(status, result._replace(asked=result.asked or self._process.asked))
         return ReplicaState(handle, ended=self._ended)
 

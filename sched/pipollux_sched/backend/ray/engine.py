@@ -32,7 +32,7 @@ from pipollux_sched.backend.base import (
 )
 from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
-from pipollux_sched.backend.replica.replica_process import LOG_LIMIT
+from pipollux_sched.backend.replica.replica_process import LOG_LIMIT, memory_option
 from pipollux_sched.backend.replica.step_files import StepFiles, step_name
 from pipollux_sched.backend.replica.variables import step_variables
 from pipollux_sched.spec.job import JobSpec, SpecError
@@ -166,7 +166,8 @@ class RayEngine(Engine):
             raise ClusterUnavailableError(f"the Ray cluster has no node {node} any more")
         on_gpus = nodes[node].spec.kind == "gpu"
         files, log = StepFiles.of(self._state_dir, key), self._state_dir.log(*key)
-        own = [sys.executable, "-I", "-S", supervisor.__file__, "--step", str(files.base), str(log)]
+        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own += [*memory_option(program.memory_limit), "--step", str(files.base), str(log)]
         record = RayRecord(
             node=node,
             node_id=node_id,

@@ -31,7 +31,13 @@ def agent_command(
     """
     endpoint = "127.0.0.1:0" if launch.alone(replica) else endpoint
     at = [f"--rdzv-endpoint={endpoint}"] if endpoint else []
-    return [sys.executable, "-P", str(_AGENT), *at, *_options(program, launch, replica)]
+    return [
+        program.python or sys.executable,
+        "-P",
+        str(_AGENT),
+        *at,
+        *_options(program, launch, replica),
+    ]
 
 
 def agent_in_container(
@@ -39,7 +45,7 @@ def agent_in_container(
 ) -> list[str]:
     """Return the command of a replica in a container that has this package installed."""
     code = _FIRST_PROCESS.format(status=STOPPED, module="pipollux_agent.agent")
-    return [python, "-P", "-c", code, *_options(program, launch, replica)]
+    return [program.python or python, "-P", "-c", code, *_options(program, launch, replica)]
 
 
 def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]:
@@ -54,6 +60,6 @@ def _options(program: ReplicaProgram, launch: Launch, replica: int) -> list[str]
         "--max-restarts=0",
         # The rest belongs to the script, even if it looks like an option of the agent.
         "--",
-        str(program.script),
+        *program.words,
         *program.args,
     ]

@@ -113,9 +113,10 @@ class ReplicaProcess:
         log: Path,
         environment: Mapping[str, str],
         directory: Path | None,
+        memory_limit: int | None = None,
     ) -> ReplicaProcess:
         """Start a replica in a separate session, or raise OSError."""
-        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own = [sys.executable, "-I", "-S", supervisor.__file__, *memory_option(memory_limit)]
         own += [str(status), str(log), str(LOG_LIMIT)]
         process = SessionProcess.start(
             [*own, *command], output=log, environment=environment, directory=directory
@@ -141,6 +142,12 @@ class ReplicaProcess:
         """Whether the supervisor of a command that has ended had received a stop signal."""
         return bool(read_status(self._status).get("asked"))
 
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        """The limit and use of memory at which the supervisor ended it; None: it did not."""
+        found = read_status(self._status).get("memory")
+        return None if found is None else (int(found[0]), int(found[1]))
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the replica has ended; a process that reuses its id gets none."""
         self._process.signal(number)
@@ -148,6 +155,11 @@ class ReplicaProcess:
     def wait(self, timeout: float) -> None:
         """Wait for a supervisor started here to end, so that no zombie is left."""
         self._process.wait(timeout)
+
+
+def memory_option(limit: int | None) -> list[str]:
+    """Return the option of the supervisor for a limit of memory in bytes; None: there is none."""
+    return [] if limit is None else [f"--memory={limit}"]
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -159,6 +171,7 @@ def read_status(path: Path) -> dict[str, Any]:
             "birth": str(status["birth"]),
             **({"code": int(status["code"])} if "code" in status else {}),
             "asked": bool(status.get("asked")),
+            **({"memory": status["memory"]} if "memory" in status else {}),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}

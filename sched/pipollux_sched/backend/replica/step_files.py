@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from pipollux_agent import supervisor
 from pipollux_sched.backend.base import ReplicaKey
-from pipollux_sched.backend.result import ReplicaResult
+from pipollux_sched.backend.result import ReplicaResult, out_of_memory
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
@@ -90,6 +91,9 @@ class StepFiles:
     def read_result(self) -> ReplicaResult:
         """Return the result of the agent; an agent that was stopped early has none."""
         result = ReplicaResult.read(self.result)
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            limit, used = json.loads(self.exit.read_text(encoding="ascii"))["memory"]
+            result = result._replace(error=out_of_memory(int(limit), int(used)))
         return result._replace(asked=result.asked or self._was_asked())
 
     def _was_asked(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipollux_agent import supervisor
 from pipollux_sched.backend.base import Launch, ReplicaProgram
-from pipollux_sched.backend.replica.replica_process import LOG_LIMIT
+from pipollux_sched.backend.replica.replica_process import LOG_LIMIT, memory_option
 from pipollux_sched.backend.replica.variables import step_variables
 
 from .commands import controller_variables
@@ -56,7 +56,9 @@ def srun_command(
         f"--mem={-(-memory // _MIB)}M" if share.memory else "--mem=0",
         *("--kill-on-bad-exit=0", "--mpi=none", "--input=none", "--export=ALL"),
         f"--chdir={directory}",
-        *(sys.executable, "-I", "-S", str(supervisor.__file__), "--step"),
+        *(sys.executable, "-I", "-S", str(supervisor.__file__)),
+        *memory_option(program.memory_limit),
+        "--step",
         *(str(base), str(log), str(LOG_LIMIT)),
         *command,
     ]

@@ -231,7 +231,8 @@ def _owner(spec: Mapping[str, Any]) -> str:
 def _program(spec: Mapping[str, Any]) -> str:
     args = spec.get("args")
     given = [arg for arg in args if isinstance(arg, str)] if isinstance(args, list | tuple) else []
-    program = text(spec, "script") or text(spec, "image")
+    fields = ("script", "module", "command", "image")
+    program = next(filter(None, (text(spec, field) for field in fields)), "")
     return shlex.join([program, *given]) if program else ""
 
 

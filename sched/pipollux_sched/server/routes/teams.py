@@ -27,7 +27,10 @@ def teams(store: StoreDep) -> TeamsView:
 
 @router.put("", response_model=TeamsView, summary="Replace the teams")
 def set_teams(control: ControlDep, store: StoreDep, teams: TeamsSpec) -> TeamsView:
-    """Replace all teams and priority classes, and decide at once."""
+    """Replace all teams, with their notifications, and priority classes, and decide at once.
+
+    Answers leave out the destinations of notifications.
+    """
     control.set_teams(teams)
     return list_teams(store)
 

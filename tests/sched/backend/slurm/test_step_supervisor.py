@@ -204,3 +204,36 @@ def test_the_log_of_a_step_is_written_without_srun(tmp_path: Path) -> None:
     tail = read_tail(log, 7 * 100_000).decode().split()
     assert tail == [f"{number:06d}" for number in range(100_000, 200_000)]
     assert sum(path.stat().st_size for path in log.parent.glob("log*")) < 2**21 + 2**17
+
+
+HUNGRY = """
+import subprocess, sys, time
+shared = b"x" * 60 * 2**20
+children = [subprocess.Popen([sys.executable, "-c", "import time; x = b'x' * 60 * 2**20; "
+            "time.sleep(600)"], start_new_session=True) for _ in range(2)]
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("limit", [2**27, 2**40])
+def test_memory_of_all_processes_together(tmp_path: Path, limit: int) -> None:
+    """None of them exceeds the limit alone, and the children are in sessions of their own."""
+    base = tmp_path / "attempt" / "replica-0"
+    base.parent.mkdir()
+    command = [sys.executable, "-I", "-S", str(supervisor.__file__), f"--memory={limit}", "--step"]
+    command += [str(base), str(base.with_name("log")), str(LOG_LIMIT), sys.executable, "-c", HUNGRY]
+    with subprocess.Popen(command) as process:
+        if limit > 2**30:
+            prints(base, "up")
+            say(base, "kill")
+        process.wait(240)
+        assert supervisor.step_processes(base) == []
+    error = ReplicaFiles(base).read_result().error
+    if limit > 2**30:
+        assert error is None
+    else:
+        assert error is not None
+        assert error.text.startswith("out of memory: limit 0.12 GiB, used 0.")
+        assert not error.cannot_start
+        assert left_code(base) == -signal.SIGKILL

@@ -1,0 +1,1 @@
+"""Notifications about jobs: signed webhooks, and other services through Apprise."""

@@ -1,0 +1,77 @@
+"""The page about notifications: its commands, its job file and its receiver, with a scheduler that
+is killed while a notification is on its way.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.sched.notifications.receivers import Receiver
+
+from .runner import LIGHT, Cli, one_sentence, wait_until
+from .test_cli_jobs_page import block_of, commands_of
+
+TRAIN = "print('trained')\n"
+
+
+def test_the_page_about_notifications(cli: Cli, repository: Path) -> None:
+    cli.program = LIGHT
+    verify: dict[str, Any] = {}
+    exec(block_of(repository, "notifications.md", "verify"), verify)  # noqa: S102  # the page's
+    with Receiver(204, 500) as receiver:
+        server = cli.serve("--notify-host", "127.0.0.1")
+        here = receiver.url
+        add, mail, test, look, remove = commands_of(
+            block_of(repository, "notifications.md", "commands")
+        )
+        refused = one_sentence(cli(*add), 1)
+        assert "hooks.example.org is not a host that an admin allows" in refused
+        add[add.index("--webhook") + 1] = here
+        made = cli(*add)
+        assert made.returncode == 0, made.stderr
+        secret = made.stdout.strip()
+        mail = mail[: mail.index("<")]
+        url = "mailto://bot:hunter2@127.0.0.1?from=bot@a.test&to=ana@a.test"
+        assert cli(*mail, stdin=f"{url}\n").returncode == 0
+        assert cli(*test).returncode == 0
+        wait_until(lambda: len(receiver.requests) == 1)
+        assert verify["is_genuine"](receiver.requests[0].headers, receiver.requests[0].body, secret)
+        assert not verify["is_genuine"](receiver.requests[0].headers, b"other", secret)
+        wait_until(lambda: "delivered" in cli(*look).stdout)
+        assert cli(*remove).returncode == 0
+
+        (cli.folder / "train.py").write_text(TRAIN)
+        job = block_of(repository, "notifications.md", "job")
+        job = job.replace("https://hooks.example.org/lab", here)
+        done = cli("submit", "-", "--wait", stdin=job)
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: len(receiver.requests) == 2)  # answered with 500
+        described = cli("describe", "char-lm").stdout
+        assert "it answers with status 500" in described
+        key = yaml.safe_load(job)["jobs"][0]["notify"][1]["secret"]
+        shown = [described, cli("notify", "-o", "json").stdout, cli("notify").stdout]
+        shown += [cli("describe", "char-lm", "-o", "json").stdout, cli("events").stdout]
+
+        # The next attempt is on its way, and the scheduler is killed before the answer.
+        receiver.may_answer.clear()
+        wait_until(lambda: len(receiver.requests) == 3)
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        receiver.may_answer.set()
+        again = cli.serve("--notify-host", "127.0.0.1")
+        wait_until(lambda: "delivered after" in cli("notify").stdout)
+        ids = [one.headers["webhook-id"] for one in receiver.requests]
+        assert len(ids) == 4
+        assert len(set(ids[1:])) == 1
+        assert [one.data["type"] for one in receiver.requests[1:]] == ["job.completed"] * 3
+        states = json.loads(cli("notify", "-o", "json").stdout)["notifications"]
+        assert [one["state"] for one in states] == ["delivered", "delivered"]
+        shown += [server.output, server.errors, again.output, again.errors]
+        for text in shown:
+            for word in ("T0KEN", "hunter2", secret, key):
+                assert word not in text
