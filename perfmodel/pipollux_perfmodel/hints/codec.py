@@ -27,6 +27,7 @@ from pipollux_perfmodel.errors import InputError
 from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
 from pipollux_perfmodel.timing.params import (
     CHECKPOINTS,
+    MAX_LEVELS,
     Checkpoints,
     GradParams,
     PerfParams,
@@ -106,6 +107,8 @@ class PerfParamsObject(BaseModel):
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = 1
     tied_exchange: _Seconds = 0.0
+    alpha_levels: Annotated[tuple[_Seconds, ...], Field(max_length=MAX_LEVELS - 1)] = ()
+    beta_levels: Annotated[tuple[_Seconds, ...], Field(max_length=MAX_LEVELS - 1)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
