@@ -15,6 +15,7 @@ class Allocation(list[Any]):
     Args:
         nodes: the node of each replica.
         shape: the shape of the replicas; None for a queued job.
+        level: the network level at which its nodes meet (`Topology`).
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
@@ -23,9 +24,12 @@ class Allocation(list[Any]):
         (True, 2)
     """
 
-    def __init__(self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None) -> None:
+    def __init__(
+        self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None, level: int = 1
+    ) -> None:
         super().__init__(nodes)
         self.shape = shape
+        self.level = level
 
     @property
     def num_stages(self) -> int | None:
@@ -37,16 +41,17 @@ class Allocation(list[Any]):
         """The configuration that the goodput model chooses; None if empty, or without a model."""
         if not self or self.shape is None:
             return None
-        if not isinstance(self.shape.speedup_fn, SpeedupFunction):
+        speedup_fn = self.shape.speedup_at(self.level)
+        if not isinstance(speedup_fn, SpeedupFunction):
             return None
-        return self.shape.speedup_fn.configuration(len(set(self)), len(self))
+        return speedup_fn.configuration(len(set(self)), len(self))
 
     @property
     def speedup(self) -> float:
         """Speedup over one replica of the job's own shape; 0.0 for an empty allocation."""
         if not self or self.shape is None:
             return 0.0
-        return float(self.shape.speedup_fn(len(set(self)), len(self)))
+        return float(self.shape.speedup_at(self.level)(len(set(self)), len(self)))
 
 
 def shape_of(

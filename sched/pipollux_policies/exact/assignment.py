@@ -41,7 +41,8 @@ class Assignment:
         self._worth = worth
         self._all_gains = gains
         self._gains = instance.table.split(gains)
-        self._capacity = NodeCapacity(instance.nodes.free)
+        self._topology = instance.nodes.topology
+        self._capacity = NodeCapacity(instance.nodes.free, self._topology)
         nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
         self.placed = [Placed(0, (), gain) for gain in nothing]
         self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
@@ -64,9 +65,12 @@ class Assignment:
             stays = empty & np.isin(configs, table.stay)
             self._leave(np.flatnonzero(stays).tolist())
             empty &= ~stays
-        # Widest first: by nodes, then by slots.
+        # Jobs that suffer from a higher network level first, then the widest: by nodes, by slots.
         slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
-        order = np.lexsort((-slots, -table.num_nodes[configs]))
+        suffers = (table.level[configs] < self._topology.num_levels) & (
+            table.num_nodes[configs] > 1
+        )
+        order = np.lexsort((-slots, -table.num_nodes[configs], ~suffers))
         complete = True
         waiting = order[(empty & (chosen != NOTHING))[order]].tolist()
         for job in waiting:
@@ -83,6 +87,8 @@ class Assignment:
                 complete = False
                 # Resources beyond the chosen configuration belong to other jobs.
                 self.upgrade(job, most=config)
+            elif self._level(self.placed[job].nodes) > self._jobs[job].level[config]:
+                complete = False
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
@@ -154,7 +160,8 @@ class Assignment:
             asked = self._instance.asked[first : first + len(gains)]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
-            # The listed gain is for the fewest nodes; on more nodes the gain can only be lower.
+            # The listed gain is for the fewest nodes and the lowest network level; on more nodes,
+            # or at a higher level, the gain can only be lower.
             if not _better(float(gains[config]), best.gain):
                 break
             found = self._find(job, config)
@@ -199,7 +206,7 @@ class Assignment:
         found = [self._capacity.find(need, allowed, replicas)]
         if configs.elastic[config]:
             held = configs.survivors
-            found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
+            found = [*self._capacity.all_keeping(need, allowed, replicas, held), *found]
         placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
         # Of equal gains the first wins: it keeps more survivors.
         return max(placed, key=lambda one: one.gain, default=None)
@@ -241,6 +248,7 @@ class Assignment:
         as_listed = not configs.elastic[config] or configs.keeps_survivor(
             int(configs.shape[config]), nodes
         )
+        as_listed &= self._level(nodes) <= configs.level[config]
         if config != configs.stay and len(nodes) == configs.num_nodes[config] and as_listed:
             return float(self._gains[job][config])
         if config == NOTHING:
@@ -256,9 +264,13 @@ class Assignment:
 
     def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
         replicas = sum(count for _, count in nodes)
-        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
+        speedup_fn = self._jobs[job].shapes[shape].speedup_at(self._level(nodes))
+        speedup = float(speedup_fn(len(nodes), replicas))
         elastic = self._jobs[job].keeps_survivor(shape, nodes)
         return self._worth.moved(job, speedup, Held(shape, replicas), elastic=elastic)
+
+    def _level(self, nodes: NodeCounts) -> int:
+        return self._topology.level(node for node, _ in nodes)
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

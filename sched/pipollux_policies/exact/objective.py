@@ -102,5 +102,5 @@ def fair_speedup(instance: Instance, configs: JobConfigurations) -> float:
             continue
         equal = np.ceil(1.0 / (nodes.share(shape) * instance.num_jobs) - TOLERANCE)
         replicas = int(min(max(equal, job.least_replicas), job.most_replicas(shape)))
-        found.append(float(shape.speedup_fn(-(-replicas // nodes.per_node(shape)), replicas)))
+        found.append(nodes.lone_speedup(shape, replicas))
     return max(found) or 1.0

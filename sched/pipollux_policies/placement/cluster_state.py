@@ -34,6 +34,7 @@ from .node_choice import (
     find_keeping,
     find_nodes,
 )
+from .topology import build_topology
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class ClusterState:
         shapes = [shape for job in jobs.values() for shape in job.all_shapes]
         self._kinds = sorted({kind for shape in shapes for kind in shape.resources})
         infos = [nodes[name] for name in self._names]
-        self._capacity = NodeCapacity(amounts(infos, self._kinds))
+        self._topology = build_topology(infos)
+        self._capacity = NodeCapacity(amounts(infos, self._kinds), self._topology)
         usable = usable_nodes(nodes)
         self._usable: Bools = np.array([name in usable for name in self._names], dtype=bool)
         self._spot: Bools = np.array([info.preemptible for info in infos], dtype=bool)
@@ -182,9 +184,9 @@ class ClusterState:
     def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
-        Replicas of a resizable job stay in place if that needs no more nodes, and no more
-        preemptible ones. None only if the request cannot be met: freeing room never makes that
-        harder.
+        Replicas of a resizable job stay in place if that needs no more nodes, no more preemptible
+        ones, and no higher network level. None only if the request cannot be met: freeing room
+        never makes that harder.
         """
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None
@@ -195,6 +197,7 @@ class ClusterState:
                 *(counts, closed, request.num_replicas),
                 avoided=self._spot,
                 max_nodes=request.max_nodes,
+                topology=self._topology,
             )
             if found is not None:
                 stays = self._survivors(name, shape)
@@ -217,8 +220,9 @@ class ClusterState:
     def _nearer(self, found: NodeCounts, keeping: NodeCounts | None) -> NodeCounts:
         """Return the nodes that keep replicas in place if they are no worse than the found ones."""
 
-        def cost(nodes: NodeCounts) -> tuple[int, int]:
-            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes)
+        def cost(nodes: NodeCounts) -> tuple[int, int, int]:
+            level = self._topology.level(node for node, _ in nodes)
+            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes), level
 
         if keeping is None or any(
             more > than for more, than in zip(cost(keeping), cost(found), strict=True)
