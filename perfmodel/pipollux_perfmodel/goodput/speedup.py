@@ -105,7 +105,8 @@ class SpeedupFunction:
         self._known[0, 0] = 0.0
         self._base_goodput = base_goodput
         self._corrections = corrections
-        self._level = 1
+        self._level, all_params = 1, [goodput_fn.perf_params, *(x.perf_params for x in plans)]
+        self._num_levels = max(len(params.alpha_levels) + 1 for params in all_params)
         self._at_levels: dict[int, SpeedupFunction] = {}
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
@@ -119,12 +120,8 @@ class SpeedupFunction:
         """Return the speedup of allocations whose nodes meet at a network level, with the same
         base. It is this function for level 1, and if the model does not distinguish levels.
         """
-        parts = [plan.perf_params for plan in self._bounds["plans"]]
-        most = max(
-            len(params.alpha_levels) + 1 for params in (self._goodput_fn.perf_params, *parts)
-        )
-        level = min(level, most)
-        if level <= 1 or self._level > 1:
+        level = min(level, self._num_levels)
+        if level <= 1:
             return self
         found = self._at_levels.get(level)
         if found is None:

@@ -176,7 +176,8 @@ def is_simple(params: PerfParams) -> bool:
 
 
 def _of_level(params: PerfParams, level: Numbers) -> tuple[Numbers, Numbers]:
-    if not params.alpha_levels:
+    # Of stacked jobs alpha_n is an array, and the level is always 1 (`PerfParams.at_level`).
+    if not params.alpha_levels or (isinstance(level, int) and level == 1):
         return params.alpha_n, params.beta_n
     above = np.minimum(np.asarray(level, np.int64) - 1, len(params.alpha_levels))
     every = (params.alpha_n, *params.alpha_levels), (params.beta_n, *params.beta_levels)

@@ -357,6 +357,11 @@ class NodeCapacity:
         spread = counts.sum(where=self.num_distributed == 0)
         return max(int(counts.max(initial=0)), int(spread))
 
+    def rooms(self, need: Ints, allowed: Bools) -> Ints:
+        """Return the most replicas on several nodes that meet at each network level, (L,)."""
+        counts = np.where(self.num_distributed > 0, 0, self.counts(need, allowed))
+        return self.topology.largest_rooms(counts)
+
     def accepts(self, placed: NodeCounts, need: Ints) -> bool:
         """Return whether a job fits on these nodes."""
         nodes = [node for node, _ in placed]

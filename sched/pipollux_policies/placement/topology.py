@@ -48,9 +48,10 @@ class Topology:
 
     def level(self, nodes: Iterable[int]) -> int:
         """Return the lowest level with a domain that contains all these nodes; 1 for one node."""
-        if self.is_flat:
+        nodes = [] if self.is_flat else list(nodes)
+        if len(nodes) < 2:
             return 1
-        of = self.domains[:, list(nodes)]
+        of = self.domains[:, nodes]
         return 1 + int((of != of[:, :1]).any(axis=1).sum())
 
     def levels(self, cells: Ints) -> Ints:

@@ -110,7 +110,24 @@ def _check_gpu_type(text: str) -> str:
     return text
 
 
+def _check_level(name: str) -> str:
+    if not name.strip():
+        raise ValueError("an empty text is not the name of a level; give one such as rack")
+    return _check_domain(name)
+
+
+def _check_domain(name: str) -> str:
+    if len(name) > _LABEL_LENGTH or not name.isprintable():
+        raise ValueError(
+            f"'{name[:20]}' is not a name for the network; use up to {_LABEL_LENGTH} printable "
+            "characters"
+        )
+    return name
+
+
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
+LevelName = Annotated[str, AfterValidator(_check_level), schema_bounds(_LABEL_LENGTH)]
+DomainName = Annotated[str, AfterValidator(_check_domain), schema_bounds(_LABEL_LENGTH)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 Duration = Annotated[
     float | None, BeforeValidator(parse_duration, json_schema_input_type=float | str | None)
@@ -149,18 +166,48 @@ class NodeSpec(Spec):
     """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
     draining: bool = Field(default=False, description="true or false")
     """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
+    topology: dict[LevelName, DomainName] = Field(
+        default={}, description="a mapping such as {zone: a, rack: r1}"
+    )
+    """Its domain at each of the cluster's `levels`; a missing one: unknown."""
 
 
 class ClusterSpec(Spec):
     """The nodes of a cluster."""
 
+    levels: List[LevelName] = Field(
+        default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
+    )
+    """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
+    name in different wider domains differ. None: all nodes are equally close."""
     nodes: List[NodeSpec] = Field(description="a list of nodes")
     """The nodes; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_names("nodes", [node.name for node in self.nodes])
+        twice = [level for level, times in Counter(self.levels).items() if times > 1]
+        if twice:
+            raise ValueError(f"levels names '{twice[0]}' twice; give each level once")
+        for number, node in enumerate(self.nodes):
+            for level in node.topology:
+                if level not in self.levels:
+                    allowed = ", ".join(self.levels) or "none; add, for example, levels: [zone, rack]"
+                    raise ValueError(
+                        f"nodes.{number}.topology names the level '{level}'; levels has {allowed}"
+                    )
         return self
+
+    @property
+    def placed_nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes, with an entry for every level in their topology."""
+        return tuple(with_levels(node, self.levels) for node in self.nodes)
+
+
+def with_levels(node: NodeSpec, levels: Iterable[str]) -> NodeSpec:
+    """Return a node with an entry for every level, the widest first; empty where unknown."""
+    topology = {level: node.topology.get(level, "") for level in levels}
+    return node if topology == node.topology else node.model_copy(update={"topology": topology})
 
 
 class ResourceSpec(Spec):

@@ -188,6 +188,16 @@ def test_speedups_by_level_have_one_base():
     np.testing.assert_array_equal(many[0], whole.at_level(3)(nodes, replicas))
 
 
+def test_jobs_with_different_levels_are_computed_together():
+    slower = TRUE._replace(alpha_n=0.3, alpha_levels=(0.5,), beta_levels=(0.1,))
+    replicas = np.arange(2, 20)
+    nodes = np.full_like(replicas, 2)
+    asked = [(p, level) for p in (TRUE, slower, TRUE.at_level(2)) for level in (1, 2, 3)]
+    together = speedups_of((speedup_of(p).at_level(x), nodes, replicas) for p, x in asked)
+    for (params, level), found in zip(asked, together, strict=True):
+        np.testing.assert_array_equal(found, speedup_of(params).at_level(level)(nodes, replicas))
+
+
 def test_a_model_without_levels_costs_nothing_more():
     plain = speedup_of(TRUE.at_level(1))
     assert plain.at_level(2) is plain
