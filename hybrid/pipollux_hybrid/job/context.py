@@ -75,6 +75,12 @@ class JobContext:
         found: T = self._components[kind]
         return found
 
+    @property
+    def network_level(self) -> int:
+        """Level of the network at which the job's nodes meet; nodes may be relabelled meanwhile."""
+        told = None if self.heartbeat is None else self.heartbeat.network_level
+        return told or self.env.network_level
+
     def check_joined(self) -> None:
         """Raise a ConfigurationError if this replica joins a job and would train alone."""
         if self.joins is not None:

@@ -144,6 +144,7 @@ class Autotuner:
             self._context.batch.num_microbatches,
             env.processes_per_replica,
             *self._context.pipeline.order,
+            level=self._context.network_level if env.num_nodes > 1 else 1,
         )
 
     def fitted(self, order: PipelineSchedule) -> PerfParams | None:
@@ -186,7 +187,8 @@ class Autotuner:
             return None
         if self.perf_params.num_stages != self.num_stages:
             return None
-        return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
+        params = self.perf_params.at_level(self._context.network_level)
+        return GoodputFunction(params, grad_params, self.noise.init_batch_size)
 
     def best_shape(self) -> tuple[int, int, int] | None:
         """Return atomic batch size, accumulation steps and micro-batches of the highest goodput;
@@ -279,7 +281,8 @@ class Autotuner:
             remaining_samples=self._remaining_samples(),
             trained_samples=self.progress * self.noise.init_batch_size,
             step_profile=rows_to_pass_on(self.profile, self.traits),
-            step_ratios=self.step_ratios or None,
+            step_ratios=tuple(one if one.level > 1 else one[:3] for one in self.step_ratios)
+            or None,
         )
 
     def _remaining_samples(self) -> float | None:

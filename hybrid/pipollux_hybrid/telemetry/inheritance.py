@@ -173,6 +173,7 @@ def fit(data: FitData, order: PipelineSchedule) -> PerfParams:
         checkpoint=data.checkpoint,
         schedule=order.schedule,
         chunks_per_stage=order.chunks_per_stage,
+        level=data.level,
     )
     return fitted._replace(tied_exchange=data.exchange)
 
@@ -188,6 +189,7 @@ def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
         data.atomic_bsz,
         data.optim_step_time,
         data.num_microbatches,
+        data.level,
     )
 
 
@@ -215,6 +217,7 @@ def left_over_by_size(
         [max(s.optim - s.exchange, 1e-9) for _, s, _ in rows],
         [c.num_microbatches for c, _, _ in rows],
         [scatter for _, _, scatter in rows],
+        present.level,
     )
 
 
@@ -231,9 +234,10 @@ def _predicted(
         == (wanted.num_stages, wanted.processes, wanted.order, wanted.num_microbatches)
     }
     ranges = (
-        [getattr(c, name) for c in alike] for name in ("num_nodes", "num_replicas", "atomic_bsz")
+        [getattr(c, name) for c in alike]
+        for name in ("num_nodes", "num_replicas", "atomic_bsz", "level")
     )
-    here = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz)
+    here = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, wanted.level)
     if not alike or not all(
         min(known) <= value <= max(known) for known, value in zip(ranges, here, strict=True)
     ):
@@ -242,7 +246,7 @@ def _predicted(
 
     params = fit(fit_data(alike, wanted.num_stages, checkpoint), wanted.order)
     shape = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, 0, wanted.num_microbatches)
-    return float(step_time(params, *map(np.asarray, shape)).total)
+    return float(step_time(params, *map(np.asarray, shape), level=wanted.level).total)
 
 
 def _configuration(row: StepRow) -> StepConfiguration:

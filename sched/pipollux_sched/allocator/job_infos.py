@@ -42,6 +42,7 @@ def node_info(spec: NodeSpec) -> NodeInfo:
         spec.preemptible,
         spec.gpu_type or "",
         spec.draining,
+        topology=tuple(spec.topology.values()),
     )
 
 

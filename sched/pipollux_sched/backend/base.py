@@ -11,7 +11,7 @@ failed with `ClusterUnavailableError` until it succeeds or times out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Protocol, Self
 
+from pipollux_policies import NodeInfo
+from pipollux_policies.placement.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
@@ -115,6 +117,8 @@ class Launch:
     checkpoints: str
     """The checkpoint folder, as its replicas see it."""
     elastic: bool = False
+    network_level: int = 1
+    """The level of the network at which its nodes meet (`Topology`)."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -143,6 +147,10 @@ class Launch:
         """Return the launch with further replicas."""
         return replace(self, assignments={**self.assignments, **assignments})
 
+    def at_level(self, nodes: Mapping[str, Node]) -> Self:
+        """Return the launch with the network level of its nodes by their present labels."""
+        return replace(self, network_level=network_level(nodes, self.nodes))
+
     def without(self, replicas: Collection[int]) -> Self:
         """Return the launch without some replicas."""
         left = {
@@ -164,6 +172,7 @@ class Launch:
             "scheduler_url": self.scheduler_url,
             "checkpoints": self.checkpoints,
             "elastic": self.elastic,
+            "network_level": self.network_level,
         }
 
     @classmethod
@@ -183,6 +192,7 @@ class Launch:
             scheduler_url=str(data["scheduler_url"]),
             checkpoints=str(data["checkpoints"]),
             elastic=bool(data["elastic"]),
+            network_level=int(data.get("network_level", 1)),
         )
 
 
@@ -246,6 +256,13 @@ class Node:
     def slots(self) -> int:
         """Number of devices for replicas."""
         return max(self.spec.slots - self.taken, 0)
+
+
+def network_level(nodes: Mapping[str, Node], names: Iterable[str]) -> int:
+    """Return the level at which some nodes meet, 1 for one node; missing nodes do not count."""
+    there = [nodes[name].spec for name in dict.fromkeys(names) if name in nodes]
+    infos = [NodeInfo({}, topology=tuple(spec.topology.values())) for spec in there]
+    return build_topology(infos).level(range(len(infos)))
 
 
 class JobActions(Protocol):

@@ -73,7 +73,12 @@ class Controller:
         )
         self._teams = None if teams is None else TeamsFile(teams, store, reconsider)
         self._node_watch = NodeWatch(
-            store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
+            store,
+            backend,
+            self.executor.handle,
+            settings=plan_settings,
+            reconsider=reconsider,
+            listed=self.control.levels.update,
         )
 
     @property

@@ -106,7 +106,7 @@ def plan(
     sweep = next((job.name for job in jobs if job.sweep is not None), None)
     if sweep is not None:
         raise PlanError(f"job '{sweep}' is a sweep, whose trials have no plan; submit it instead")
-    nodes = {node.name: node_info(node) for node in cluster.nodes}
+    nodes = {node.name: node_info(node) for node in cluster.placed_nodes}
     infos = {
         job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number))
         for number, job in enumerate(jobs)
@@ -131,7 +131,7 @@ def plan(
         ),
         nodes=tuple(
             NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
-            for node in cluster.nodes
+            for node in cluster.placed_nodes
         ),
         desired_nodes=_advised_nodes(policy, infos, nodes, allocations),
     )

@@ -7,7 +7,8 @@ value, and the allowed values (`SpecError`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -23,6 +24,7 @@ from pydantic import (
 )
 
 from pipollux_perfmodel import SchedHints
+from pipollux_perfmodel.timing.params import MAX_LEVELS
 from pipollux_sched.utils.yaml_file import SpecError, YamlFile, parse_yaml, read_yaml_file
 from pipollux_utils.units import parse_bytes, parse_duration
 from pipollux_utils.validation import problem_at, problems
@@ -53,6 +55,8 @@ should not hold its slots for days."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NODE_NAME_LENGTH = 253
 """Largest length of a full host name."""
+_LABEL_LENGTH = 317
+"""Largest length of a key of a label of Kubernetes: a DNS name, a slash and 63 characters."""
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
@@ -90,6 +94,7 @@ __all__ = [
     "load_cluster",
     "load_jobs",
     "parse_job",
+    "with_levels",
 ]
 
 
@@ -192,7 +197,9 @@ class ClusterSpec(Spec):
         for number, node in enumerate(self.nodes):
             for level in node.topology:
                 if level not in self.levels:
-                    allowed = ", ".join(self.levels) or "none; add, for example, levels: [zone, rack]"
+                    allowed = (
+                        ", ".join(self.levels) or "none; add, for example, levels: [zone, rack]"
+                    )
                     raise ValueError(
                         f"nodes.{number}.topology names the level '{level}'; levels has {allowed}"
                     )

@@ -63,6 +63,6 @@ class VirtualNodes:
 
 def _read(cluster: ClusterSpec | Path) -> tuple[dict[str, Node], Devices]:
     found = load_cluster(cluster) if isinstance(cluster, Path) else cluster
-    nodes = {node.name: Node(node) for node in found.nodes}
+    nodes = {node.name: Node(node) for node in found.placed_nodes}
     check_gpus(nodes)
     return nodes, Devices(nodes)

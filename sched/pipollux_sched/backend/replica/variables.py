@@ -20,6 +20,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         **variables.REPLICA.write(replica),
         **variables.CHECKPOINT_DIR.write(Path(launch.checkpoints)),
         **variables.NUM_NODES.write(len(set(launch.nodes))),
+        **variables.NETWORK_LEVEL.write(launch.network_level),
         **variables.NUM_STAGES.write(launch.num_stages),
         **variables.PROCESSES_PER_REPLICA.write(processes_of_replica(program, launch)),
         **variables.ELASTIC.write(launch.elastic),
