@@ -7,6 +7,7 @@ from typing import Any
 
 from pipollux_perfmodel import Configuration, SpeedupFunction
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import build_topology
 
 
 class Allocation(list[Any]):
@@ -77,8 +78,18 @@ def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
 
 
 def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Return a job's current allocation with its shape."""
-    return Allocation(held, shape_of(job, held, nodes) if held else None)
+    """Return a job's current allocation with its shape and network level."""
+    if not held:
+        return Allocation(held)
+    return Allocation(held, shape_of(job, held, nodes), network_level(held, nodes))
+
+
+def network_level(held: Iterable[Any], nodes: Mapping[Any, NodeInfo]) -> int:
+    """Return the network level at which nodes meet, 1 for one node; missing ones do not count."""
+    there = [nodes[name] for name in dict.fromkeys(held) if name in nodes]
+    if len(there) < 2 or not any(node.topology for node in there):
+        return 1
+    return build_topology(there).level(range(len(there)))
 
 
 def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:

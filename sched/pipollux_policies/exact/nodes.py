@@ -13,8 +13,8 @@ from pipollux_policies.allocations.allocation import shape_of
 from pipollux_policies.allocations.order import by_safety
 from pipollux_policies.allocations.rules import usable_nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import FLAT, Topology, build_topology
 from pipollux_policies.placement.node_choice import Bools, Ints, amounts, frozen, num_fitting
-from pipollux_policies.placement.topology import FLAT, Topology, build_topology
 
 
 @dataclass(frozen=True)

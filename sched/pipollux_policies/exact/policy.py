@@ -202,8 +202,10 @@ def _allocation(
     if not found.nodes:
         return Allocation()
     shape = configs.shapes[found.shape]
+    level = instance.nodes.topology.level(node for node, _ in found.nodes)
     stay = configs.stay
     if stay is not None and found.nodes == configs.base and configs.shape[stay] == found.shape:
-        return Allocation(held, shape)
+        return Allocation(held, shape, level)
     names = instance.nodes.names
-    return Allocation([names[node] for node, count in found.nodes for _ in range(count)], shape)
+    placed = [names[node] for node, count in found.nodes for _ in range(count)]
+    return Allocation(placed, shape, level)

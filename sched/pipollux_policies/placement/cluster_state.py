@@ -24,6 +24,7 @@ from pipollux_policies.allocations.change_cost import possible_survivors
 from pipollux_policies.allocations.order import by_arrival, by_safety
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from pipollux_policies.jobs.job_info import ReplicaShape
+from pipollux_policies.jobs.topology import build_topology
 
 from .node_choice import (
     Bools,
@@ -34,7 +35,6 @@ from .node_choice import (
     find_keeping,
     find_nodes,
 )
-from .topology import build_topology
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class ReplicaRequest:
     within: frozenset[Any] | None = None
     """None: all nodes are acceptable."""
     max_nodes: int | None = None
+    max_level: int | None = None
+    """The highest network level at which its nodes may meet."""
     stay: Allocation | None = None
     """The only acceptable allocation; the other fields are then ignored."""
 
@@ -199,15 +201,20 @@ class ClusterState:
                 max_nodes=request.max_nodes,
                 topology=self._topology,
             )
-            if found is not None:
+            if found is not None and not self._is_above(found, request.max_level):
                 stays = self._survivors(name, shape)
                 if stays is not None:
                     keeping = find_keeping(counts, closed, request.num_replicas, stays)
                     found = self._nearer(found, keeping)
                 return Allocation(
-                    (self._names[n] for n, count in found for _ in range(count)), shape
+                    (self._names[n] for n, count in found for _ in range(count)),
+                    shape,
+                    self._topology.level(n for n, _ in found),
                 )
         return None
+
+    def _is_above(self, found: NodeCounts, max_level: int | None) -> bool:
+        return max_level is not None and self._topology.level(n for n, _ in found) > max_level
 
     def _survivors(self, name: Any, shape: ReplicaShape) -> Ints | None:
         """Return how many replicas of a shape could survive on each node, (N,); None: none."""

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_policies.jobs.job_info import NodeInfo, ReplicaShape
-
-from .topology import FLAT, Topology
+from pipollux_policies.jobs.topology import FLAT, Topology
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]

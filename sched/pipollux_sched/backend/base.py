@@ -20,7 +20,7 @@ from threading import Event
 from typing import Any, NamedTuple, Protocol, Self
 
 from pipollux_policies import NodeInfo
-from pipollux_policies.placement.topology import build_topology
+from pipollux_policies.jobs.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec

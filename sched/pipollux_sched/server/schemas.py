@@ -83,7 +83,9 @@ def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
 
 
 def heartbeat_answer(
-    state: JobState, answer: ReplicaAnswer, level_of: Callable[[tuple[str, ...]], int | None]
+    state: JobState,
+    answer: ReplicaAnswer,
+    level_of: Callable[[tuple[str, ...]], int | None] = lambda _nodes: None,
 ) -> HeartbeatAnswer:
     """Return the answer to a replica of a job; `level_of` has the network level of nodes."""
     membership, change, place = state.membership, state.membership.change, answer.place

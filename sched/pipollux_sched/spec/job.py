@@ -180,29 +180,28 @@ class NodeSpec(Spec):
 class ClusterSpec(Spec):
     """The nodes of a cluster."""
 
+    nodes: List[NodeSpec] = Field(description="a list of nodes")
+    """The nodes; at least one."""
     levels: List[LevelName] = Field(
         default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
     )
     """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
     name in different wider domains differ. None: all nodes are equally close."""
-    nodes: List[NodeSpec] = Field(description="a list of nodes")
-    """The nodes; at least one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_names("nodes", [node.name for node in self.nodes])
         twice = [level for level, times in Counter(self.levels).items() if times > 1]
         if twice:
-            raise ValueError(f"levels names '{twice[0]}' twice; give each level once")
+            raise problem_at(("levels",), f"names '{twice[0]}' twice; name each level once")
         for number, node in enumerate(self.nodes):
-            for level in node.topology:
-                if level not in self.levels:
-                    allowed = (
-                        ", ".join(self.levels) or "none; add, for example, levels: [zone, rack]"
-                    )
-                    raise ValueError(
-                        f"nodes.{number}.topology names the level '{level}'; levels has {allowed}"
-                    )
+            for level in sorted(node.topology.keys() - set(self.levels)):
+                known = f"those are {', '.join(self.levels)}" if self.levels else "there are none"
+                raise problem_at(
+                    ("nodes", number, "topology", level),
+                    f"is not one of the cluster's levels; {known}, so give it in levels, as in "
+                    "levels: [zone, rack]",
+                )
         return self
 
     @property

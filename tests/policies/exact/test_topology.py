@@ -9,10 +9,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pipollux_policies import ExactPolicy, FairSpeedup, JobInfo, NodeInfo
+from pipollux_policies import (
+    ExactPolicy,
+    FairSpeedup,
+    JobInfo,
+    NodeInfo,
+    PolluxPolicy,
+    SiaPolicy,
+)
 from pipollux_policies.allocations.fitness import power_terms
 from pipollux_policies.exact.policy import Certificate
-from pipollux_policies.placement.topology import build_topology
+from pipollux_policies.jobs.topology import build_topology
 
 SLOTS = 2
 
@@ -167,12 +174,27 @@ def test_a_job_that_suffers_is_packed_and_an_indifferent_one_is_spread():
     assert rack_of(nodes, found["wide"]) == 2
 
 
-def test_a_job_that_suffers_stays_smaller_rather_than_span_racks():
+@pytest.mark.parametrize(
+    "policy", [ExactPolicy(), PolluxPolicy(seed=1), SiaPolicy()], ids=["exact", "pollux", "sia"]
+)
+def test_a_job_that_suffers_stays_smaller_rather_than_span_racks(policy):
     nodes = cluster(("r1",), ("r2",))
-    found = solve({"a": job(SUFFERS, remaining_work=1e5)}, nodes)
+    found = solve({"a": job(SUFFERS, remaining_work=1e5)}, nodes, policy=policy)
     assert len(found["a"]) == SLOTS
-    found = solve({"a": job(INDIFFERENT, remaining_work=1e5)}, nodes)
+    found = solve({"a": job(INDIFFERENT, remaining_work=1e5)}, nodes, policy=policy)
     assert len(found["a"]) == 2 * SLOTS
+    assert found["a"].level == 2
+    assert found["a"].speedup == pytest.approx(float(INDIFFERENT(2, 4)))
+
+
+@pytest.mark.parametrize("policy", [PolluxPolicy(seed=1), SiaPolicy()], ids=["pollux", "sia"])
+def test_every_policy_with_goodput_tables_packs_racks(policy):
+    """Nodes of two racks alternate, so a placement by names would span them."""
+    nodes = cluster(*[("r1",), ("r2",)] * 2)
+    jobs = {name: job(SUFFERS, created=float(n), least=4) for n, name in enumerate("ab")}
+    found = solve(jobs, nodes, policy=policy)
+    assert [rack_of(nodes, found[name]) for name in jobs] == [1, 1]
+    assert all(len(found[name]) == 4 for name in jobs)
 
 
 def test_an_elastic_resize_is_priced_at_the_level_of_the_new_nodes():
