@@ -119,7 +119,7 @@ def make_nodes(
     >>> list(make_nodes({"a100-40g": (2, 8)}))
     ['a100-40g-0', 'a100-40g-1']
     """
-    nodes = {}
+    nodes: dict[str, NodeInfo] = {}
     for gpu_type, (number, gpus) in counts.items():
         digits = len(str(number - 1))
         for index in range(number):

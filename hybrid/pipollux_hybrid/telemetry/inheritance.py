@@ -245,8 +245,9 @@ def _predicted(
     from pipollux_perfmodel.timing.step_time import step_time
 
     params = fit(fit_data(alike, wanted.num_stages, checkpoint), wanted.order)
+    params = params.at_level(wanted.level)
     shape = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, 0, wanted.num_microbatches)
-    return float(step_time(params, *map(np.asarray, shape), level=wanted.level).total)
+    return float(step_time(params, *map(np.asarray, shape)).total)
 
 
 def _configuration(row: StepRow) -> StepConfiguration:

@@ -41,7 +41,7 @@ class Profile(NamedTuple):
     @property
     def levels(self) -> list[int]:
         """The measured network levels, ascending."""
-        return np.unique(self.row_level[self.num_nodes > 1]).astype(int).tolist()
+        return [int(level) for level in np.unique(self.row_level[self.num_nodes > 1])]
 
 
 def merge(profile: Profile) -> Profile:

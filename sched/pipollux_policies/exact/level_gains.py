@@ -7,7 +7,7 @@ gain there is priced when it matters, for many jobs at once, and kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -81,10 +81,10 @@ class LevelGains:
             )
 
 
-def _parts(shapes: Sequence[int] | Ints, levels: Ints) -> Iterable[tuple[Ints, int, int]]:
+def _parts(shapes: Ints, levels: Ints) -> Iterator[tuple[Ints, int, int]]:
     """Return the indices of the entries of every shape and level."""
     order = np.lexsort((levels, shapes))
-    keys = np.stack((np.asarray(shapes)[order], levels[order]))
+    keys = np.stack((shapes[order], levels[order]))
     starts = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))
     for part, start in zip(np.split(order, starts[1:]), starts.tolist(), strict=True):
         yield part, int(keys[0, start]), int(keys[1, start])

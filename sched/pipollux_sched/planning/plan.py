@@ -18,6 +18,7 @@ from pipollux_policies import (
     make_policy,
     shape_of,
 )
+from pipollux_policies.allocations.allocation import network_level
 from pipollux_sched.allocator.job_infos import (
     free_resources,
     job_info,
@@ -157,7 +158,7 @@ def _assignment(
     free: Mapping[str, Mapping[str, int]],
 ) -> PlannedJob:
     shape = shape_of(info, allocation, nodes)
-    given = Allocation(allocation, shape)
+    given = Allocation(allocation, shape, network_level(allocation, nodes))
     config = given.configuration
     return PlannedJob(
         job=job.name,

@@ -63,6 +63,21 @@ class NextChange:
     """The reason that it would be a restart."""
 
 
+@dataclass(frozen=True)
+class NetworkCost:
+    """The speedup of a job's present number of replicas if their nodes meet at a network level."""
+
+    level: int
+    """1: the lowest above the node."""
+    within: str
+    """Name of the level, such as rack; `cluster` for the highest."""
+    num_nodes: int
+    num_replicas: int
+    speedup: float
+    here: bool
+    """Whether the job's nodes meet at this level."""
+
+
 class ExplanationView(View):
     """The explanation of a job's allocation; speedups are predicted, relative to one replica.
 
@@ -90,3 +105,5 @@ class ExplanationView(View):
     waits_for: str | None
     planned_by: str | None
     forecast: ForecastView | None = None
+    network: list[NetworkCost] = []
+    """By level of the network; empty without levels, with one replica, or without a model."""

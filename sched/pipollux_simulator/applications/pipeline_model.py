@@ -45,7 +45,7 @@ class PipelineJobModel:
         self._first_gradients: GradParams | None = None
         self._shapes: tuple[ReplicaShape, ...] | None = None
         self._shapes_gradients = UNSEEN_GRADIENTS
-        self._chosen: dict[tuple[int, str, int, int], Optimum] = {}
+        self._chosen: dict[tuple[int, str, int, int, int], Optimum] = {}
         self._base_goodput = 0.0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:

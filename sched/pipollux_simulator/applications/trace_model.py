@@ -45,7 +45,7 @@ class BatchSizes(Protocol):
     max_batch_size: int
     min_local_bsz: int
     max_local_bsz: int
-    fits: dict[frozenset[tuple[int, int, int]], PerfParams]
+    fits: dict[frozenset[tuple[int, int, int, int]], PerfParams]
     """Fits by observed configurations: their times are the same for every job."""
     fit: Fit
 
@@ -242,9 +242,9 @@ class TraceJobModel:
         return any(
             sizes[0] > most_nodes
             or sizes[1] > most_replicas
-            or (sizes[0] > 1 and level not in levels)
-            or times.differ(_at_level(goodput, level).step_time(*sizes, accum_steps=0))
-            for (*sizes, level), times in new
+            or (sizes[0] > 1 and sizes[3] not in levels)
+            or times.differ(_at_level(goodput, sizes[3]).step_time(*sizes[:3], accum_steps=0))
+            for sizes, times in new
         )
 
     def _fit(self, gradients: GradParams) -> GoodputFunction:

@@ -126,6 +126,7 @@ def _make_node(
             view.labels.get(label) == value for label, value in options.preemptible_labels.items()
         ),
         gpu_type=None if cpu_node else view.labels.get(options.gpu_type_label) or None,
+        topology={label: view.labels.get(label, "") for label in options.topology_labels},
     )
     taint = _hindrance(view, options)
     draining = view.cordoned or bool(taint)
