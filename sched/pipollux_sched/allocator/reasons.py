@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipollux_policies import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
-from pipollux_utils.text import count, listing, spell_nodes
 from pipollux_policies.allocations.allocation import network_level
+from pipollux_utils.text import count, listing, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
 

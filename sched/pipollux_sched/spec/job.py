@@ -206,14 +206,21 @@ class ClusterSpec(Spec):
 
     @property
     def placed_nodes(self) -> tuple[NodeSpec, ...]:
-        """The nodes, with an entry for every level in their topology."""
-        return tuple(with_levels(node, self.levels) for node in self.nodes)
+        """The nodes, with an entry in their topology for every level that any node has."""
+        return tuple(with_levels(self.nodes, self.levels))
 
 
-def with_levels(node: NodeSpec, levels: Iterable[str]) -> NodeSpec:
-    """Return a node with an entry for every level, the widest first; empty where unknown."""
-    topology = {level: node.topology.get(level, "") for level in levels}
-    return node if topology == node.topology else node.model_copy(update={"topology": topology})
+def with_levels(nodes: Sequence[NodeSpec], levels: Iterable[str]) -> list[NodeSpec]:
+    """Return all nodes of a cluster with the same levels in their topology, the widest first; empty
+    texts where a node has no domain. Levels at which no node has a domain are left out.
+    """
+    used = [level for level in levels if any(node.topology.get(level) for node in nodes)]
+    return [
+        node.model_copy(
+            update={"topology": {level: node.topology.get(level, "") for level in used}}
+        )
+        for node in nodes
+    ]
 
 
 class ResourceSpec(Spec):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+
 from pipollux_sched.lifecycle import Intent, Phase
 
 from .models import ForecastView, View
@@ -105,5 +107,5 @@ class ExplanationView(View):
     waits_for: str | None
     planned_by: str | None
     forecast: ForecastView | None = None
-    network: list[NetworkCost] = []
+    network: list[NetworkCost] = Field(default_factory=list)
     """By level of the network; empty without levels, with one replica, or without a model."""
