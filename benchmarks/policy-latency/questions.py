@@ -27,6 +27,9 @@ class Size:
     gpus: int
     """GPUs per node."""
     num_jobs: int
+    domains: tuple[int, ...] = ()
+    """Nodes per domain of each network level below the highest, such as rack and zone. Each level
+    costs a job four times as much as the one below."""
 
     def __str__(self) -> str:
         gpus = self.num_nodes * self.gpus
@@ -35,7 +38,12 @@ class Size:
     @property
     def nodes(self) -> dict[str, NodeInfo]:
         """All of one kind."""
-        return {f"n{n:04}": NodeInfo({"slots": self.gpus}) for n in range(self.num_nodes)}
+        return {
+            f"n{n:04}": NodeInfo(
+                {"slots": self.gpus}, topology=tuple(f"d{n // size}" for size in self.domains[::-1])
+            )
+            for n in range(self.num_nodes)
+        }
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,10 @@ def make_jobs(size: Size, stages: Sequence[int], seed: int, first: int = 0) -> d
     `stages` are all K of a job, `first` the number of the first job.
     """
     numbers = range(first, first + size.num_jobs)
-    return {f"j{n:05}": _make_job(n, stages, np.random.default_rng([seed, n])) for n in numbers}
+    levels = len(size.domains)
+    return {
+        f"j{n:05}": _make_job(n, stages, np.random.default_rng([seed, n]), levels) for n in numbers
+    }
 
 
 def replace_some(
@@ -92,7 +103,9 @@ def replace_some(
     return kept | dict(new), held
 
 
-def _make_job(number: int, stages: Sequence[int], rng: np.random.Generator) -> JobInfo:
+def _make_job(
+    number: int, stages: Sequence[int], rng: np.random.Generator, levels: int = 0
+) -> JobInfo:
     seconds = rng.uniform(0.02, 0.4)
     gradients = 1.0, float(rng.uniform(1, 50))
     age, restarts = float(rng.uniform(60, 7200)), int(rng.integers(0, 4))
@@ -100,7 +113,7 @@ def _make_job(number: int, stages: Sequence[int], rng: np.random.Generator) -> J
     base = _goodput_fn(seconds, gradients, 1).optimize(
         1, 1, max_batch_size=MAX_BATCH_SIZE, atomic_bsz_range=(16, 256), accumulation=True
     )
-    own, *further = [_shape(seconds, gradients, count, float(base[0])) for count in stages]
+    own, *further = [_shape(seconds, gradients, count, float(base[0]), levels) for count in stages]
     return JobInfo(
         own.resources,
         own.speedup_fn,
@@ -116,10 +129,14 @@ def _make_job(number: int, stages: Sequence[int], rng: np.random.Generator) -> J
 
 
 def _shape(
-    seconds: float, gradients: tuple[float, float], num_stages: int, base_goodput: float
+    seconds: float,
+    gradients: tuple[float, float],
+    num_stages: int,
+    base_goodput: float,
+    levels: int = 0,
 ) -> ReplicaShape:
     speedup_fn = SpeedupFunction(
-        _goodput_fn(seconds, gradients, num_stages),
+        _goodput_fn(seconds, gradients, num_stages, levels),
         MAX_BATCH_SIZE,
         (16, 256),
         accumulation=True,
@@ -129,7 +146,9 @@ def _shape(
     return ReplicaShape(num_stages, {"slots": num_stages}, speedup_fn)
 
 
-def _goodput_fn(seconds: float, gradients: tuple[float, float], num_stages: int) -> GoodputFunction:
+def _goodput_fn(
+    seconds: float, gradients: tuple[float, float], num_stages: int, levels: int = 0
+) -> GoodputFunction:
     """Equal stages: each computes for, and exchanges, a K-th of the whole."""
     forward, backward = even_shares(num_stages)
     network = seconds / num_stages
@@ -143,5 +162,7 @@ def _goodput_fn(seconds: float, gradients: tuple[float, float], num_stages: int)
         gamma=1.3,
         forward_shares=forward,
         backward_shares=backward,
+        alpha_levels=tuple(network / 3 * 4**above for above in range(1, levels + 1)),
+        beta_levels=tuple(network / 50 * 4**above for above in range(1, levels + 1)),
     )
     return GoodputFunction(params, gradients, INIT_BATCH_SIZE)

@@ -249,6 +249,14 @@ NUM_NODES = Variable(
     "number of nodes that run the job's replicas",
     "from torchrun's local world size",
 )
+NETWORK_LEVEL = Variable(
+    "PIPOLLUX_NETWORK_LEVEL",
+    Whole(1),
+    "scheduler",
+    "level of the network at which the job's nodes meet: 1 the lowest above the node, such as a "
+    "rack; step times are fitted by level",
+    "1",
+)
 DEVICES = Variable(
     "PIPOLLUX_DEVICES",
     Names(),

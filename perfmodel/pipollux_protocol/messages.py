@@ -129,6 +129,9 @@ class MembershipProposal(_Answer):
     number: Annotated[int, Field(title="number of the membership; increasing")]
     replicas: Annotated[tuple[str, ...], Field(title="replica ids, by rank")]
     num_nodes: Annotated[int, Field(title="number of nodes; 0: the number of hosts")] = 0
+    network_level: Annotated[
+        int, Field(title="level of the network at which the nodes meet; 0: as before")
+    ] = 0
 
 
 class JobAnnouncement(MembershipProposal):
@@ -155,6 +158,10 @@ class HeartbeatAnswer(_Answer):
     ] = None
     store: Annotated[
         StoreAddress | None, Field(title="store at which the replicas of the proposal connect")
+    ] = None
+    network_level: Annotated[
+        int | None,
+        Field(title="level of the network at which the job's nodes meet now; null: no levels"),
     ] = None
 
 

@@ -108,19 +108,26 @@ class Experiment:
 
 
 def make_nodes(
-    counts: Mapping[str, tuple[int, int]], *, preemptible: bool = False
+    counts: Mapping[str, tuple[int, int]],
+    *,
+    preemptible: bool = False,
+    domains: Sequence[int] = (),
 ) -> dict[str, NodeInfo]:
-    """Return nodes by name, from the number of nodes and GPUs per node by type of GPU.
+    """Return nodes by name, from the number of nodes and GPUs per node by type of GPU. `domains`
+    are nodes per domain of each network level, the narrowest first, such as rack and zone.
 
     >>> list(make_nodes({"a100-40g": (2, 8)}))
     ['a100-40g-0', 'a100-40g-1']
     """
-    nodes = {}
+    nodes: dict[str, NodeInfo] = {}
     for gpu_type, (number, gpus) in counts.items():
         digits = len(str(number - 1))
         for index in range(number):
             name = f"{gpu_type or 'node'}-{index:0{digits}}"
-            nodes[name] = NodeInfo({"slots": gpus}, preemptible=preemptible, gpu_type=gpu_type)
+            topology = tuple(str(len(nodes) // size) for size in reversed(domains))
+            nodes[name] = NodeInfo(
+                {"slots": gpus}, preemptible=preemptible, gpu_type=gpu_type, topology=topology
+            )
     return nodes
 
 

@@ -102,6 +102,12 @@ class JobContext:
         """Nodes of these replicas."""
         return self.env.num_nodes if self.at_servers is None else self.at_servers.num_nodes
 
+    @property
+    def network_level(self) -> int:
+        """Level of the network at which the job's nodes meet; nodes may be relabelled meanwhile."""
+        told = None if self.heartbeat is None else self.heartbeat.network_level
+        return told or self.env.network_level
+
     def check_joined(self) -> None:
         """Raise a ConfigurationError if this replica joins a job and would train alone."""
         if self.joins is not None:

@@ -52,6 +52,7 @@ VARIABLES: dict[str, Variable[Any]] = {
     "servers": protocol.SERVERS,
     "expected_replicas": protocol.EXPECTED_REPLICAS,
     "node": protocol.NODE,
+    "network_level": protocol.NETWORK_LEVEL,
 }
 """The variable of each field of :class:`JobEnvironment`, where it is set."""
 
@@ -79,6 +80,9 @@ class JobEnvironment:
     """Index of this process in its replica, and of the stage that it runs."""
     num_nodes: int = 1
     """Number of distinct nodes of the allocation (``PIPOLLUX_NUM_NODES``)."""
+    network_level: int = 1
+    """Level of the network at which these nodes meet (``PIPOLLUX_NETWORK_LEVEL``): 1 the lowest
+    above the node, such as a rack."""
     job_id: str | None = None
     """Name of the job (``PIPOLLUX_JOB_ID``)."""
     attempt: int = 0

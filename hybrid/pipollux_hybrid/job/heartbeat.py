@@ -64,6 +64,8 @@ class Heartbeat:
         self._env = env
         self._step = step
         self.rider: HeartbeatPayload | None = None
+        self.network_level: int | None = None
+        """Level of the network at which the job's nodes meet, by the last answer."""
         self._stop = threading.Event()
         self._woken = threading.Event()
         self._url = f"{env.scheduler_url}/jobs/{env.job_id}/heartbeats"
@@ -161,11 +163,13 @@ class Heartbeat:
         return interval if answered is None else min(answered, interval)
 
     def _hand_on(self, response: httpx.Response) -> float | None:
-        if self.rider is None or not response.content:
+        if not response.content:
             return None
         from pipollux_protocol import messages
 
-        return self.rider.take(messages.HeartbeatAnswer.model_validate_json(response.content))
+        answer = messages.HeartbeatAnswer.model_validate_json(response.content)
+        self.network_level = answer.network_level
+        return None if self.rider is None else self.rider.take(answer)
 
     def _say_goodbye(self, client: httpx.Client) -> None:
         body = self._message(finished=True).to_json_object()

@@ -42,6 +42,8 @@ class Membership:
     """Their ids in the order of ranks."""
     num_nodes: int = 0
     """Number of nodes they run on, several of which may share a host; 0: the number of hosts."""
+    network_level: int = 0
+    """Level of the network at which these nodes meet; 0: as before."""
 
     def rank(self, replica: str) -> int | None:
         """Return the rank of a replica; None: it is not a member."""
@@ -50,13 +52,15 @@ class Membership:
     def to_json_object(self) -> dict[str, Any]:
         """Return the membership as a JSON object."""
         replicas = list(self.replicas)
-        return {"number": self.number, "replicas": replicas, "num_nodes": self.num_nodes}
+        nodes = {"num_nodes": self.num_nodes, "network_level": self.network_level}
+        return {"number": self.number, "replicas": replicas, **nodes}
 
     @classmethod
     def from_json_object(cls, data: dict[str, Any]) -> Membership:
         """Return the membership of a JSON object; KeyError, TypeError or ValueError if invalid."""
         replicas = tuple(str(replica) for replica in data["replicas"])
-        return cls(int(data["number"]), replicas, int(data["num_nodes"]))
+        nodes = int(data["num_nodes"]), int(data.get("network_level", 0))
+        return cls(int(data["number"]), replicas, *nodes)
 
 
 @dataclass(frozen=True)

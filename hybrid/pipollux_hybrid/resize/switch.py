@@ -30,7 +30,10 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
     ctx.rejoin(replace(ctx.env, rank=rank, num_replicas=size), pending.control, watch.timeout)
     hosts = ctx.control.gather_bytes(socket.gethostname().encode())
     num_nodes = pending.membership.num_nodes or len(set(hosts))
-    ctx.env = replace(ctx.env, num_nodes=num_nodes)
+    level = pending.membership.network_level or ctx.network_level
+    ctx.env = replace(ctx.env, num_nodes=num_nodes, network_level=level)
+    if ctx.heartbeat is not None:
+        ctx.heartbeat.network_level = None  # of the previous nodes
     if ctx.env.leads:
         watch.rendezvous.remove_store(pending.membership.number)
 

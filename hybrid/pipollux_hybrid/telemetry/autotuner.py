@@ -147,6 +147,7 @@ class Autotuner:
             ctx.batch.num_microbatches,
             ctx.env.processes_per_replica,
             *ctx.pipeline.order,
+            level=ctx.network_level if ctx.num_nodes > 1 else 1,
         )
 
     @property
@@ -195,7 +196,8 @@ class Autotuner:
             return None
         if self.perf_params.num_stages != self.num_stages:
             return None
-        return GoodputFunction(self.perf_params, grad_params, self.noise.init_batch_size)
+        params = self.perf_params.at_level(self._context.network_level)
+        return GoodputFunction(params, grad_params, self.noise.init_batch_size)
 
     def best_shape(self) -> tuple[int, int, int] | None:
         """Return atomic batch size, accumulation steps and micro-batches of the highest goodput;
@@ -291,7 +293,8 @@ class Autotuner:
                 if self._context.at_servers is None
                 else None
             ),
-            step_ratios=self.step_ratios or None,
+            step_ratios=tuple(one if one.level > 1 else one[:3] for one in self.step_ratios)
+            or None,
         )
 
     def _batch_bounds(self, limits: BatchSizeLimits | None) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def fit(data: FitData, order: PipelineSchedule, at_servers: AtServers | None = N
         chunks_per_stage=order.chunks_per_stage,
         sync_every=0 if at_servers is None else at_servers.sync_every,
         sync_overlap=0 if at_servers is None else at_servers.sync_overlap,
+        level=data.level,
     )
     return fitted._replace(tied_exchange=data.exchange)
 
@@ -194,6 +195,7 @@ def left_over(params: PerfParams, data: FitData) -> tuple[StepRatio, ...]:
         data.atomic_bsz,
         data.optim_step_time,
         data.num_microbatches,
+        data.level,
     )
 
 
@@ -221,6 +223,7 @@ def left_over_by_size(
         [max(s.optim - s.exchange, 1e-9) for _, s, _ in rows],
         [c.num_microbatches for c, _, _ in rows],
         [scatter for _, _, scatter in rows],
+        present.level,
     )
 
 
@@ -237,9 +240,10 @@ def _predicted(
         == (wanted.num_stages, wanted.processes, wanted.order, wanted.num_microbatches)
     }
     ranges = (
-        [getattr(c, name) for c in alike] for name in ("num_nodes", "num_replicas", "atomic_bsz")
+        [getattr(c, name) for c in alike]
+        for name in ("num_nodes", "num_replicas", "atomic_bsz", "level")
     )
-    here = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz)
+    here = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, wanted.level)
     if not alike or not all(
         min(known) <= value <= max(known) for known, value in zip(ranges, here, strict=True)
     ):
@@ -247,6 +251,7 @@ def _predicted(
     from pipollux_perfmodel.timing.step_time import step_time
 
     params = fit(fit_data(alike, wanted.num_stages, checkpoint), wanted.order)
+    params = params.at_level(wanted.level)
     shape = (wanted.num_nodes, wanted.num_replicas, wanted.atomic_bsz, 0, wanted.num_microbatches)
     return float(step_time(params, *map(np.asarray, shape)).total)
 

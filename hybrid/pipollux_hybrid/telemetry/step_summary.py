@@ -33,6 +33,8 @@ class StepConfiguration(NamedTuple):
     schedule: ScheduleKind = "gpipe"
     chunks_per_stage: int = 1
     """V; 1 unless interleaved."""
+    level: int = 1
+    """Network level at which the nodes meet; 1 on one node."""
 
     @property
     def order(self) -> PipelineSchedule:
@@ -96,6 +98,7 @@ class FitData(NamedTuple):
     forward_shares: tuple[float, ...]
     backward_shares: tuple[float, ...]
     checkpoint: Checkpoints
+    level: list[int]
     exchange: float
     """Seconds of that exchange, independent of the configuration."""
 
@@ -118,6 +121,7 @@ def fit_data(
         forward_shares=forward,
         backward_shares=backward,
         checkpoint=checkpoint,
+        level=[c.level for c in rows],
         exchange=statistics.median(s.exchange for s in rows.values()),
     )
 

@@ -29,17 +29,17 @@ from pipollux_perfmodel.timing.params import (
 from pipollux_perfmodel.timing.step_time import EPSILON
 
 from .loss import (
-    IS_TIME,
     NAMES,
     NEUTRAL,
     Rows,
+    is_time,
     loss_and_gradient,
     make_rows,
     rmse,
     with_values,
 )
 from .measurements import Floats, Profile, make_profile, merge, stage_shares
-from .priors import StartingPoint, raise_unseen, start
+from .priors import StartingPoint, place_levels, start
 from .report import FitReport, make_report
 
 _LONGEST = 1e8  # seconds, an upper bound that keeps the search from overflowing
@@ -96,6 +96,7 @@ def fit_perf_params(
     chunks_per_stage: int = 1,
     sync_every: int = 0,
     sync_overlap: int = 0,
+    level: ArrayLike | None = None,
 ) -> PerfParams:
     """Fit step time parameters to measurements; safe to call from several threads.
 
@@ -120,6 +121,8 @@ def fit_perf_params(
         sync_every: H of replicas that push and pull. Their `optim_step_time` is that of a step with
         a whole push and pull after it, whatever H is.
         sync_overlap: τ of such replicas.
+        level: network level at which the nodes meet, 1 for the lowest above the node; None: 1
+        everywhere. With several levels, each has its own alpha and beta.
 
     Raises:
         ValueError: an argument is empty, of the wrong length, or out of range.
@@ -140,6 +143,7 @@ def fit_perf_params(
         optim_step_time,
         num_microbatches,
         compute_time if several else None,
+        level,
     )
     return _fit(profile, shape)
 
@@ -158,6 +162,7 @@ def fit_measurements(
     checkpoint: Checkpoints = "never",
     schedule: ScheduleKind = "gpipe",
     chunks_per_stage: int = 1,
+    level: ArrayLike | None = None,
 ) -> FitResult:
     """Fit step time parameters to measurements, and report their errors.
 
@@ -178,6 +183,7 @@ def fit_measurements(
         checkpoint: the recomputed micro-batches, for all stages or per stage.
         schedule: "gpipe", "1f1b" or "interleaved", the order of the stages' work.
         chunks_per_stage: V of "interleaved".
+        level: network level at which the nodes meet; None: 1 everywhere.
 
     Raises:
         ValueError: an argument is empty, of the wrong shape, or out of range.
@@ -199,6 +205,7 @@ def fit_measurements(
         optim_step_time,
         num_microbatches,
         compute,
+        level,
     )
     shape = _shape(forward_shares, backward_shares, checkpoint, schedule, chunks_per_stage)
     params = _fit(profile, shape)
@@ -216,12 +223,17 @@ def _fit(profile: Profile, shape: PerfParams) -> PerfParams:
         # Additional parameters reduce the error, unless their search gets stuck.
         more = _search_all(rows, begin, _PASSES)
         found = min(more, found, key=lambda x: loss_and_gradient(x.values, rows, _ROUNDING)[0])
-    return raise_unseen(with_values(shape, found.values.tolist()), merged)
+    values = found.values.tolist()
+    params, further = with_values(shape, values[: len(NAMES)]), values[len(NAMES) :]
+    return place_levels(params, further, merged)
 
 
 def _without_extras(begin: StartingPoint) -> StartingPoint:
     extra = np.isin(NAMES, _EXTRAS)
-    return StartingPoint(np.where(extra, NEUTRAL, begin.values), begin.free & ~extra)
+    values, free = begin.values.copy(), begin.free.copy()
+    values[: len(NAMES)][extra] = np.array(NEUTRAL)[extra]
+    free[: len(NAMES)][extra] = False
+    return StartingPoint(values, free)
 
 
 def _search_all(rows: Rows, begin: StartingPoint, passes: Sequence[_Pass]) -> StartingPoint:
@@ -258,7 +270,8 @@ def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
     """Return the values of `NAMES` that minimize the loss, starting from `begin`. The variables are
     the free times relative to their start (or their logarithms), then the others.
     """
-    times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (IS_TIME, ~IS_TIME))
+    times = is_time(len(begin.values))
+    times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (times, ~times))
     free, num_times = np.append(times_free, others_free), len(times_free)
     scales, others = begin.values[free[:num_times]], free[num_times:]
 

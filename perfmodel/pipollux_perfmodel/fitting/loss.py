@@ -4,6 +4,9 @@
       + 1e-3·(γ - 1)² + 1e-2·((beta_n / alpha_n)² + (beta_r / alpha_r)²)            as AdaptDL
       + 1e-3·((ω - 1)² + (gamma_c - 1)² + κ² + δ²) + 1e-2·p²
 
+With measurements of several network levels, alpha_n and beta_n are those of the lowest one; each
+further level appends its own two to the numbers of `NAMES`.
+
 The rmse is robust: an error e counts as 2·D²·(√(1 + (e/D)²) - 1), which is quadratic up to about D
 = 10 % and linear beyond, so that stragglers do not distort the fit. The gradient is computed
 explicitly by the chain rule through logarithms (x = log of the fixed cost, and so on), which takes
@@ -52,6 +55,11 @@ _RETROGRESSION = 1e-2
 _SMALL_POWER = 1e-4
 
 
+def is_time(num_values: int) -> NDArray[np.bool_]:
+    """Return which of the fitted numbers are times: of `NAMES`, then of further levels."""
+    return np.append(IS_TIME, np.ones(num_values - len(NAMES), bool))
+
+
 def with_values(shape: PerfParams, values: Any) -> PerfParams:
     """Return the parameters with the values of `NAMES` replaced."""
     return shape._replace(**dict(zip(NAMES, values, strict=True)))
@@ -68,6 +76,8 @@ class Rows(NamedTuple):
     """F(M) for ω = 1."""
     across: NDArray[np.bool_]
     inside: NDArray[np.bool_]
+    group: NDArray[np.intp]
+    """Index of the row's network level among the measured ones; 0 on one node."""
     two: Floats
     beyond_two: Floats
     log_others: Floats
@@ -95,6 +105,7 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
         ideal=ideal * np.ones_like(replicas),
         across=profile.num_nodes > 1,
         inside=(profile.num_nodes == 1) & (replicas > 1),
+        group=groups_of(profile),
         two=(profile.num_nodes == 2).astype(float),
         beyond_two=np.maximum(replicas - 2, EPSILON),
         log_others=np.log(np.maximum(replicas - 1, 1.0)),
@@ -107,13 +118,19 @@ def make_rows(profile: Profile, shape: PerfParams) -> Rows:
     )
 
 
+def groups_of(profile: Profile) -> NDArray[np.intp]:
+    """Return the index of each row's network level among the measured ones; 0 on one node."""
+    group = np.searchsorted(profile.levels, profile.row_level)
+    found: NDArray[np.intp] = np.where(profile.num_nodes > 1, group, 0)
+    return found
+
+
 def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[float, Floats]:
-    """Return the loss of the numbers of `NAMES`, and its gradient, (13,). `rounding` is the
+    """Return the loss of the fitted numbers, and its gradient, (len(values),). `rounding` is the
     relative error below which the rmse is smoothed.
     """
-    named = dict(zip(NAMES, values.tolist(), strict=True))
-    compute, accum, optim = _log_times(named, rows)
-    total, gradient = 0.0, np.zeros(len(NAMES))
+    compute, accum, optim = _log_times(values, rows)
+    total, gradient = 0.0, np.zeros(len(values))
     parts = [(accum, rows.log_accum, rows.weight, 1.0), (optim, rows.log_optim, rows.weight, 1.0)]
     if rows.compute_rows.size:
         chosen = _Logarithm(
@@ -127,7 +144,8 @@ def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[floa
         rmse = np.sqrt(squares + rounding**2)
         total += factor * rmse
         gradient += predicted.gradient @ (factor * weight * errors / bend) / max(rmse, 1e-150)
-    for alpha, beta in ((2, 3), (4, 5)):
+    further = range(len(NAMES), len(values), 2)
+    for alpha, beta in ((2, 3), (4, 5), *((alpha, alpha + 1) for alpha in further)):
         ratio = values[beta] / values[alpha]
         total += _RETROGRESSION * ratio**2
         gradient[beta] += 2 * _RETROGRESSION * ratio / values[alpha]
@@ -140,7 +158,7 @@ def loss_and_gradient(values: Floats, rows: Rows, rounding: float) -> tuple[floa
 
 def rmse(values: Floats, rows: Rows) -> float:
     """Return the rmse of log step times, the larger one of accumulation and optimizer steps."""
-    _, accum, optim = _log_times(dict(zip(NAMES, values.tolist(), strict=True)), rows)
+    _, accum, optim = _log_times(values, rows)
     squares = [
         float(rows.weight @ (accum.value - rows.log_accum) ** 2),
         float(rows.weight @ (optim.value - rows.log_optim) ** 2),
@@ -149,20 +167,21 @@ def rmse(values: Floats, rows: Rows) -> float:
 
 
 class _Logarithm(NamedTuple):
-    """Logarithms of predicted times, shape (points,), and their gradient, (13, points)."""
+    """Logarithms of predicted times, (points,), and their gradient, (numbers, points)."""
 
     value: Floats
     gradient: Floats
 
 
-def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logarithm, _Logarithm]:
+def _log_times(values: Floats, rows: Rows) -> tuple[_Logarithm, _Logarithm, _Logarithm]:
     at = NAMES.index
+    named = dict(zip(NAMES, values[: len(NAMES)].tolist(), strict=True))
     fixed = np.full_like(rows.micro_bsz, np.log(named["alpha_c"]))
     log_c, of_fixed, of_slope, of_power = _log_norm(
         fixed, np.log(named["beta_c"] * rows.micro_bsz), named["gamma_c"]
     )
     slow = 1 + named["contention"] * rows.crowd
-    compute = _Logarithm(log_c + np.log(slow), np.zeros((len(NAMES), len(log_c))))
+    compute = _Logarithm(log_c + np.log(slow), np.zeros((len(values), len(log_c))))
     compute.gradient[at("alpha_c")] = of_fixed / named["alpha_c"]
     compute.gradient[at("beta_c")] = of_slope / named["beta_c"]
     compute.gradient[at("gamma_c")] = of_power
@@ -174,7 +193,7 @@ def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logari
     accum = _Logarithm(np.log(seconds), compute.gradient * share)
     accum.gradient[at("overlap")] = (rows.ideal - rows.serial) / factor * share
     accum.gradient[at("overhead")] = 1 / seconds
-    network = _log_network(named, rows)
+    network = _log_network(named, values, rows)
     log_optim, of_accum, of_network, of_gamma = _log_norm(
         accum.value, network.value, named["gamma"]
     )
@@ -183,18 +202,24 @@ def _log_times(named: dict[str, float], rows: Rows) -> tuple[_Logarithm, _Logari
     return compute, accum, optim
 
 
-def _log_network(named: dict[str, float], rows: Rows) -> _Logarithm:
+def _log_network(named: dict[str, float], values: Floats, rows: Rows) -> _Logarithm:
     at = NAMES.index
+    # The places of alpha and beta of every measured level.
+    further = np.arange(len(NAMES), len(values), 2)
+    alphas = np.append(at("alpha_n"), further)
+    betas = np.append(at("beta_n"), further + 1)
+    alpha_n, beta_n = values[alphas[rows.group]], values[betas[rows.group]]
     growth, of_power = _growth(named["growth_n"], rows.log_others)
     penalty = 1 + named["two_node_penalty"] * rows.two
-    across = named["alpha_n"] + named["beta_n"] * growth
+    across = alpha_n + beta_n * growth
     inside = named["alpha_r"] + named["beta_r"] * rows.beyond_two
     seconds = np.where(rows.across, across * penalty, np.where(rows.inside, inside, EPSILON))
-    gradient = np.zeros((len(NAMES), len(seconds)))
+    gradient = np.zeros((len(values), len(seconds)))
     there = rows.across / across
-    gradient[at("alpha_n")] = there
-    gradient[at("beta_n")] = there * growth
-    gradient[at("growth_n")] = there * named["beta_n"] * of_power
+    points = np.arange(len(seconds))
+    gradient[alphas[rows.group], points] = there
+    gradient[betas[rows.group], points] = there * growth
+    gradient[at("growth_n")] = there * beta_n * of_power
     gradient[at("two_node_penalty")] = rows.across * rows.two / penalty
     there = rows.inside / inside
     gradient[at("alpha_r")] = there

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipollux_perfmodel.timing.params import BACKWARD_SHARE, FORWARD_SHARE
+from pipollux_perfmodel.timing.params import BACKWARD_SHARE, FORWARD_SHARE, MAX_LEVELS
 
 Floats = NDArray[np.float64]
 
@@ -25,21 +25,39 @@ class Profile(NamedTuple):
     """Nan if not measured."""
     weight: Floats
     """Number of measurements of each configuration."""
+    level: Floats = np.ones(1)
+    """Network level at which the nodes meet, of every configuration or of all; 1 on one node."""
+
+    @property
+    def row_level(self) -> Floats:
+        """The network level of every configuration, (points,)."""
+        return np.broadcast_to(self.level, self.num_nodes.shape)
+
+    @property
+    def keys(self) -> Floats:
+        """The configurations as columns, (5, points)."""
+        return np.stack((*self[:4], self.row_level))
+
+    @property
+    def levels(self) -> list[int]:
+        """The measured network levels, ascending."""
+        return [int(level) for level in np.unique(self.row_level[self.num_nodes > 1])]
 
 
 def merge(profile: Profile) -> Profile:
     """Return one measurement per configuration: the medians, weighted by their number."""
-    keys = np.stack(profile[:4])
-    distinct, inverse, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
+    distinct, inverse, counts = np.unique(
+        profile.keys, axis=1, return_inverse=True, return_counts=True
+    )
     if len(counts) == len(profile.weight):
         return profile
     order = np.argsort(inverse, kind="stable")
     groups = np.split(order, np.cumsum(counts)[:-1])
     times = [np.array([_median(column[group]) for group in groups]) for column in profile[4:7]]
-    nodes, replicas, microbatches, sizes = distinct
+    nodes, replicas, microbatches, sizes, level = distinct
     accum, optim, compute = times
     weight = counts.astype(float)
-    return Profile(nodes, replicas, microbatches, sizes, accum, optim, compute, weight)
+    return Profile(nodes, replicas, microbatches, sizes, accum, optim, compute, weight, level)
 
 
 def _median(values: Floats) -> float:
@@ -55,6 +73,7 @@ def make_profile(
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike | None,
     compute_time: ArrayLike | None,
+    level: ArrayLike | None = None,
 ) -> Profile:
     """Return arrays of one length; ValueError for empty ones, or values or lengths out of range."""
     given: dict[str, Any] = {
@@ -65,6 +84,7 @@ def make_profile(
         "accum_step_time": accum_step_time,
         "optim_step_time": optim_step_time,
         "compute_time": np.nan if compute_time is None else compute_time,
+        "level": 1 if level is None else level,
     }
     columns = {name: np.atleast_1d(np.asarray(values, float)) for name, values in given.items()}
     length = len(columns["atomic_bsz"])
@@ -77,6 +97,9 @@ def make_profile(
             )
         _check_range(name, values)
         columns[name] = np.broadcast_to(values, (length,))
+    if np.any((columns["level"] > MAX_LEVELS) | (columns["level"] % 1 != 0)):
+        wrong = columns["level"][(columns["level"] > MAX_LEVELS) | (columns["level"] % 1 != 0)][0]
+        raise ValueError(f"level has {wrong:g}; give a whole number from 1 to {MAX_LEVELS}")
     if np.any(columns["num_nodes"] > columns["num_replicas"]):
         raise ValueError("num_nodes is above num_replicas; a replica lies on one node")
     return Profile(
@@ -88,6 +111,7 @@ def make_profile(
         columns["optim_step_time"],
         columns["compute_time"],
         np.ones(length),
+        np.where(columns["num_nodes"] > 1, columns["level"], 1.0),
     )
 
 

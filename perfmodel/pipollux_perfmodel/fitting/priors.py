@@ -17,12 +17,19 @@ replica only is still tried on two. Data needed for each parameter, and its valu
     contention        two numbers of replicas a node               0
     overhead          two M and two micro-batch sizes, four pairs  0 (in alpha_c)
 
+Each measured network level has its own alpha_n and beta_n. An unmeasured level is optimistic as
+well, but costs no less than the next lower one (`place_levels`):
+
+    lowest level      as alpha_n, beta_n above, at most the lowest measured level's
+    other levels      the next lower level's; likewise beta without more than two replicas
+
 gamma_c, contention, growth_n, two_node_penalty and overhead are also neutral if the other
 parameters explain the measurements (`fit`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +39,7 @@ from numpy.typing import NDArray
 from pipollux_perfmodel.timing.params import PerfParams
 from pipollux_perfmodel.timing.step_time import EPSILON, pipeline_factor
 
-from .loss import NAMES, NEUTRAL
+from .loss import NAMES, NEUTRAL, groups_of
 from .measurements import Floats, Profile
 
 _GAMMA = 1.5  # starting point; AdaptDL's fits end at 1.2 to 2.5
@@ -46,7 +53,7 @@ Booleans = NDArray[np.bool_]
 
 
 class StartingPoint(NamedTuple):
-    """Starting point of the search, in the order of `NAMES`; shape (13,)."""
+    """Starting point of the search, in the order of `NAMES`, then the further levels."""
 
     values: Floats
     free: Booleans
@@ -64,13 +71,21 @@ def start(profile: Profile, shape: PerfParams) -> StartingPoint:
         values["growth_n"] = _LOGARITHMIC
     values.update(_guess_compute(profile, shape, known))
     many, across = profile.num_replicas > 1, profile.num_nodes > 1
-    for ending, seen in (("n", across), ("r", many & ~across)):
+    lowest = across & (groups_of(profile) == 0)
+    for ending, seen in (("n", lowest), ("r", many & ~across)):
         if seen.any():
             alpha, beta = _guess_network(profile, seen, values["gamma"], logarithmic=ending == "n")
             values["alpha_" + ending] = alpha
             values["beta_" + ending] = beta if known["beta_" + ending] else EPSILON
-    free = np.array([known[name] for name in NAMES])
-    return StartingPoint(np.array([values[name] for name in NAMES]), free)
+    numbers, free = [values[name] for name in NAMES], [known[name] for name in NAMES]
+    for level in profile.levels[1:]:
+        alpha, beta = _guess_network(
+            profile, across & (profile.row_level == level), values["gamma"], logarithmic=True
+        )
+        grows = _grows(profile, level)
+        numbers += [alpha, beta if grows else EPSILON]
+        free += [True, grows]
+    return StartingPoint(np.array(numbers), np.array(free))
 
 
 def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
@@ -79,11 +94,12 @@ def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
     many, across = replicas > 1, nodes > 1
     inside, beyond_two = many & ~across, replicas > 2
     num_sizes = len(np.unique(profile.micro_bsz))
+    lowest = across & (groups_of(profile) == 0)
     return {
         "alpha_c": num_sizes > 1,
         "beta_c": True,
-        "alpha_n": bool(across.any()),
-        "beta_n": bool((across & beyond_two).any()),
+        "alpha_n": bool(lowest.any()),
+        "beta_n": bool((lowest & beyond_two).any()),
         "alpha_r": bool(inside.any()),
         "beta_r": bool((inside & beyond_two).any()),
         "gamma": shape.sync_every == 0 and _count_distinct(profile, many) > 1,
@@ -96,18 +112,49 @@ def identifiable(profile: Profile, shape: PerfParams) -> dict[str, bool]:
     }
 
 
-def raise_unseen(params: PerfParams, profile: Profile) -> PerfParams:
-    """Keep the network between nodes no faster than inside a node, if it was not measured."""
-    if np.any(profile.num_nodes > 1):
+def place_levels(params: PerfParams, further: Sequence[float], profile: Profile) -> PerfParams:
+    """Return the parameters of all network levels, unmeasured ones included.
+
+    In `params`, alpha_n and beta_n are of the lowest measured level; `further` has alpha and beta
+    of every other one. Without measurements on several nodes, their network is no faster than
+    inside a node.
+    """
+    levels = profile.levels
+    if not levels:
+        return params._replace(
+            alpha_n=max(params.alpha_n, params.alpha_r * _INTER_NODE_FACTOR),
+            beta_n=max(params.beta_n, params.beta_r * _INTER_NODE_FACTOR),
+        )
+    if levels == [1]:
         return params
+    pairs = [(params.alpha_n, params.beta_n), *zip(further[::2], further[1::2], strict=True)]
+    measured = dict(zip(levels, pairs, strict=True))
+    alpha, beta = (max(EPSILON, x * _INTER_NODE_FACTOR) for x in (params.alpha_r, params.beta_r))
+    if levels[0] > 1:
+        alpha = min(alpha, params.alpha_n)
+        if _grows(profile, levels[0]):
+            beta = min(beta, params.beta_n)
+    costs = []
+    for level in range(1, levels[-1] + 1):
+        if level in measured:
+            alpha, grown = measured[level]
+            unknown = level > 1 and not _grows(profile, level)
+            beta = max(beta, grown) if unknown else grown
+        costs.append((alpha, beta))
+    alphas, betas = zip(*costs, strict=True)
     return params._replace(
-        alpha_n=max(params.alpha_n, params.alpha_r * _INTER_NODE_FACTOR),
-        beta_n=max(params.beta_n, params.beta_r * _INTER_NODE_FACTOR),
+        alpha_n=alphas[0], beta_n=betas[0], alpha_levels=alphas[1:], beta_levels=betas[1:]
     )
 
 
+def _grows(profile: Profile, level: int) -> bool:
+    """Return whether more than two replicas were measured at a network level."""
+    there = (profile.num_nodes > 1) & (profile.row_level == level)
+    return bool((there & (profile.num_replicas > 2)).any())
+
+
 def _count_distinct(profile: Profile, chosen: Booleans) -> int:
-    return len(np.unique(np.stack(profile[:4])[:, chosen], axis=1).T)
+    return len(np.unique(profile.keys[:, chosen], axis=1).T)
 
 
 def _determines_overlap(profile: Profile, shape: PerfParams) -> bool:

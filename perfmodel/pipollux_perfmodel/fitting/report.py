@@ -80,12 +80,16 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
         ("one node", optim, several & (nodes == 1)),
         ("two nodes", optim, nodes == 2),
         ("three or more nodes", optim, nodes > 2),
+        *_by_level(profile, optim),
     )
     known = identifiable(profile, shape)
     meaningless = {"overlap"} if shape.num_stages == 1 else set()
     if np.all(profile.num_microbatches == 1):
         meaningless.add("overhead")
-    reasons = {**_REASONS, "growth_n": _growth_reason(params, known)}
+    levels = profile.levels
+    if levels and levels[0] > 1:
+        known |= {"alpha_n": False, "beta_n": False}
+    reasons = {**_REASONS, "growth_n": _growth_reason(params, known), **_level_reasons(levels)}
     assumed = tuple(
         Assumption(name, float(getattr(params, name)), reasons[name])
         for name in NAMES
@@ -102,6 +106,25 @@ def make_report(params: PerfParams, profile: Profile, shape: PerfParams) -> FitR
     )
 
 
+def _by_level(profile: Profile, errors: Floats) -> list[tuple[str, Floats, NDArray[np.bool_]]]:
+    """Return a regime for every network level, if there is any besides the lowest."""
+    levels = profile.levels
+    if max(levels, default=1) == 1:
+        return []
+    across = profile.num_nodes > 1
+    return [(f"network level {x}", errors, across & (profile.row_level == x)) for x in levels]
+
+
+def _level_reasons(levels: list[int]) -> dict[str, str]:
+    if not levels or levels[0] == 1:
+        return {}
+    only = f"several nodes met at network level {levels[0]} or above only"
+    return {
+        "alpha_n": f"{only}; level 1 is taken to be as fast as inside a node, or free",
+        "beta_n": f"{only}; level 1 is taken to grow as inside a node, or not at all",
+    }
+
+
 def _growth_reason(params: PerfParams, known: dict[str, bool]) -> str:
     if not known["beta_n"]:
         return "never more than two replicas across nodes; nothing grows that it could bend"
@@ -113,7 +136,7 @@ def _errors(params: PerfParams, profile: Profile) -> tuple[Floats, Floats]:
     slow = slowdown(params, profile.num_nodes, profile.num_replicas)
     factor = pipeline_factor(params, profile.num_microbatches)
     accum = compute_time(params, profile.micro_bsz) * slow * factor + params.overhead
-    network = network_time(params, profile.num_nodes, profile.num_replicas)
+    network = network_time(params, profile.num_nodes, profile.num_replicas, profile.row_level)
     optim = optim_time(params.gamma, accum, network)
     return np.log(accum / profile.accum_time), np.log(optim / profile.optim_time)
 

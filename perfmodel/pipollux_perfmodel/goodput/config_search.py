@@ -38,6 +38,9 @@ class PricedCut(Protocol):
     def for_replicas(self, num_replicas: int) -> PricedCut:
         """Return the same cut with its memory for a number of replicas."""
 
+    def at_level(self, level: int) -> PricedCut:
+        """Return the same cut for allocations whose nodes meet at a network level."""
+
     def largest_micro_bsz(self, memory_limit: float, num_microbatches: int) -> Numbers:
         """Return the maximum samples per micro-batch that fit every stage."""
 

@@ -79,6 +79,7 @@ def size_corrections(
     optim_step_time: ArrayLike,
     num_microbatches: ArrayLike = 1,
     scatter: ArrayLike = 0.0,
+    level: int = 1,
 ) -> SizeCorrections:
     """Return the residuals of a model on measured optimizer steps of one allocation. The arrays
     have one entry per configuration; `scatter` is s, relative to the median of the steps.
@@ -89,7 +90,8 @@ def size_corrections(
     """
     sizes = np.atleast_1d(atomic_bsz)
     zeros = np.zeros_like(sizes)
-    times = step_time(params, num_nodes, num_replicas, sizes, zeros, np.asarray(num_microbatches))
+    counts = np.asarray(num_microbatches)
+    times = step_time(params, num_nodes, num_replicas, sizes, zeros, counts, level)
     known = TRIAL**2 / (TRIAL**2 + np.asarray(scatter) ** 2)
     return SizeCorrections(sizes, known * np.log(np.asarray(optim_step_time) / times.total))
 

@@ -105,6 +105,9 @@ class SpeedupFunction:
         self._known[0, 0] = 0.0
         self._base_goodput = base_goodput
         self._corrections = corrections
+        self._level, all_params = 1, [goodput_fn.perf_params, *(x.perf_params for x in plans)]
+        self._num_levels = max(len(params.alpha_levels) + 1 for params in all_params)
+        self._at_levels: dict[int, SpeedupFunction] = {}
 
     def __call__(self, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
         """Return the speedup, a float for scalars, else an array of the broadcast shape. Raises
@@ -112,6 +115,26 @@ class SpeedupFunction:
         """
         speedup = self._answer(_cells(num_nodes, num_replicas, self._most_nodes))
         return speedup.item() if speedup.ndim == 0 else speedup
+
+    def at_level(self, level: int) -> SpeedupFunction:
+        """Return the speedup of allocations whose nodes meet at a network level, with the same
+        base. It is this function for level 1, and if the model does not distinguish levels.
+        """
+        level = min(level, self._num_levels)
+        if level <= 1:
+            return self
+        found = self._at_levels.get(level)
+        if found is None:
+            found = SpeedupFunction(
+                self._goodput_fn.with_params(self._goodput_fn.perf_params.at_level(level)),
+                **{**self._bounds, "plans": [x.at_level(level) for x in self._bounds["plans"]]},
+                monotone=self._monotone,
+                base_goodput=self._base_goodput or None,
+                corrections=self._corrections,
+            )
+            found._level = level
+            self._at_levels[level] = found
+        return found
 
     @property
     def goodput_fn(self) -> GoodputFunction:
@@ -199,7 +222,7 @@ class SpeedupFunction:
     def _corrected(self, goodput: Any, num_nodes: Numbers, num_replicas: Numbers) -> Any:
         if self._corrections is None:
             return goodput
-        return goodput * self._corrections.factors(num_nodes, num_replicas)
+        return goodput * self._corrections.factors(num_nodes, num_replicas, self._level)
 
     def _grown(self, num_rows: int, num_columns: int) -> NDArray[np.float64]:
         known = self._known

@@ -28,6 +28,7 @@ from pipollux_perfmodel.partitioning.layer_profile import LayerProfile
 from pipollux_perfmodel.timing.params import (
     AUTO,
     CHECKPOINTS,
+    MAX_LEVELS,
     Checkpoints,
     GradParams,
     PerfParams,
@@ -112,6 +113,8 @@ class PerfParamsObject(BaseModel):
     tied_exchange: _Seconds = 0.0
     sync_every: Annotated[int, Field(ge=AUTO, le=MAX_STEPS)] = 0
     sync_overlap: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+    alpha_levels: Annotated[tuple[_Seconds, ...], Field(max_length=MAX_LEVELS - 1)] = ()
+    beta_levels: Annotated[tuple[_Seconds, ...], Field(max_length=MAX_LEVELS - 1)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -30,7 +30,7 @@ from pipollux_perfmodel.goodput.corrections import MAX_RATIOS, StepCorrections, 
 from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import check_balance
-from pipollux_perfmodel.timing.params import check_params, even_shares
+from pipollux_perfmodel.timing.params import MAX_LEVELS, check_params, even_shares
 
 from .codec import (
     STRICT_KEYS,
@@ -64,7 +64,9 @@ _ONLY_KNOWN = (
     "step_profile",
     "step_ratios",
 )
-_StepRatio = tuple[_Count, _Count, Annotated[float, Field(ge=0.1, le=10.0)]]
+_Ratio = Annotated[float, Field(ge=0.1, le=10.0)]
+_Level = Annotated[int, Field(ge=1, le=MAX_LEVELS)]
+_StepRatio = tuple[_Count, _Count, _Ratio] | tuple[_Count, _Count, _Ratio, _Level]
 _UnknownCount = Annotated[_Count | None, BeforeValidator(_zero_is_unknown)]
 
 
@@ -118,7 +120,7 @@ class SchedHints(BaseModel):
     """Step times for related jobs to start with; None: no step times."""
     step_ratios: Annotated[tuple[_StepRatio, ...], Field(max_length=MAX_RATIOS)] | None = None
     """Residuals of `perf_params` on measured steps, as `[nodes, replicas, measured time over
-    predicted]`; None: no residuals."""
+    predicted]`, with the network level as a fourth number from level 2 on; None: no residuals."""
     version: Literal[1] = 1
     """Version of this format."""
 
@@ -141,7 +143,7 @@ class SchedHints(BaseModel):
             )
 
     def _check_ratios(self) -> None:
-        for nodes, replicas, _ in self.step_ratios or ():
+        for nodes, replicas, *_ in self.step_ratios or ():
             if nodes > replicas:
                 raise ValueError(
                     f"stepRatios: {nodes} nodes are more than {replicas} replicas; a replica lies "

@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
 
-from pipollux_perfmodel.timing.params import ScheduleKind
+from pipollux_perfmodel.timing.params import MAX_LEVELS, ScheduleKind
 
 from .codec import MAX_CHUNKS, STRICT_KEYS, CheckpointsField
 
@@ -69,6 +76,8 @@ class StepRow(_Row):
     """Seconds of the optimizer step for adding gradients of shared parameters."""
     scatter: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """Standard deviation of optimizer steps over their median; None: too few steps."""
+    level: Annotated[int, Field(ge=1, le=MAX_LEVELS)] = 1
+    """Network level at which the nodes meet; 1 on one node."""
     passed_on: Annotated[int, Field(ge=0, le=MAX_PASSED_ON - 1)] = 0
     """How often the row was passed on before; 0: measured by this job."""
 
@@ -77,7 +86,16 @@ class StepRow(_Row):
         """The measured configuration: all fields except the times."""
         replicas = self.num_nodes, self.num_replicas, self.processes
         batch = self.atomic_bsz, self.num_microbatches
-        return (self.num_stages, *replicas, *batch, self.schedule, self.chunks_per_stage)
+        order = self.schedule, self.chunks_per_stage
+        return (self.num_stages, *replicas, *batch, *order, self.level)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_level(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit level 1, as earlier readers do not know the key."""
+        written: dict[str, Any] = write(self)
+        if self.level == 1:
+            written.pop("level", None)
+        return written
 
     @model_validator(mode="after")
     def _check(self) -> Self:

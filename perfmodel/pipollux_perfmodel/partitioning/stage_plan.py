@@ -57,6 +57,10 @@ class StagePlan:
             return self
         return replace(self, profile=self.profile.sharded(num_replicas))
 
+    def at_level(self, level: int) -> StagePlan:
+        """Return the plan for allocations whose nodes meet at a network level."""
+        return replace(self, perf_params=self.perf_params.at_level(level))
+
     @property
     def schedule(self) -> ScheduleKind:
         """The schedule of the step times."""

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 FORWARD_SHARE = 1 / 3
 BACKWARD_SHARE = 2 / 3
 
+MAX_LEVELS = 8
+"""Most levels of a network above the node."""
 _SHARE_TOLERANCE = 1e-6
 
 Checkpoint = Literal["never", "except_last", "always"]
@@ -115,11 +117,39 @@ class PerfParams(NamedTuple):
     smallest H for which this takes at most `SYNC_SHARE` of the time. 0: an all-reduce per step."""
     sync_overlap: int = 0
     """τ: steps that hide a part of T_net of a push and pull; below H."""
+    alpha_levels: tuple[float, ...] = ()
+    """alpha_n of the network levels 2, 3, … above the node (across racks, across zones); alpha_n
+    is level 1's. Higher levels cost as much as the last one. Empty: all levels cost alpha_n."""
+    beta_levels: tuple[float, ...] = ()
+    """beta_n of the same levels."""
 
     @property
     def num_stages(self) -> int:
         """K, the number of stages."""
         return len(self.forward_shares)
+
+    def at_level(self, level: int) -> PerfParams:
+        """Return the parameters of allocations whose nodes meet at a network level.
+
+        Level 1 is the lowest above the node, such as a rack. The result has the level's alpha_n and
+        beta_n, and no other levels. Raises ValueError for a level below 1.
+
+        >>> params = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
+        >>> racks = params._replace(alpha_levels=(0.8,), beta_levels=(0.1,))
+        >>> racks.at_level(1).alpha_n, racks.at_level(2).alpha_n, racks.at_level(3).alpha_n
+        (0.2, 0.8, 0.8)
+        """
+        if level < 1:
+            raise ValueError(f"level is {level}; the lowest level above the node is 1")
+        if not self.alpha_levels:
+            return self
+        above = min(level - 1, len(self.alpha_levels))
+        return self._replace(
+            alpha_n=(self.alpha_n, *self.alpha_levels)[above],
+            beta_n=(self.beta_n, *self.beta_levels)[above],
+            alpha_levels=(),
+            beta_levels=(),
+        )
 
 
 class GradParams(NamedTuple):
@@ -235,10 +265,17 @@ def check_shares(
 
 
 def _check_entries(params: PerfParams) -> None:
+    if len(params.alpha_levels) != len(params.beta_levels):
+        raise ValueError(
+            f"alpha_levels has {len(params.alpha_levels)} entries and beta_levels "
+            f"{len(params.beta_levels)}; give one of each per network level from level 2 on"
+        )
     lengths = {
         "alpha_t": params.num_stages - 1,
         "beta_t": params.num_stages - 1,
         "gradient_shares": params.num_stages,
+        "alpha_levels": len(params.alpha_levels),
+        "beta_levels": len(params.beta_levels),
     }
     for name, length in lengths.items():
         values = getattr(params, name)

@@ -18,6 +18,7 @@ additional parameters. Every function broadcasts over its arguments.
     T_net     = (alpha_n + beta_n·max(((R - 1)^p - 1)/p, ε))·(1 + δ·[n = 2])   n > 1
                 alpha_r + beta_r·max(R - 2, ε)                                 n = 1, R > 1
                 ε                                                              R = 1
+    alpha_n, beta_n are those of the network level at which the nodes meet (`PerfParams.at_level`)
     E         = end of the last all-reduce, ρ_i·T_net from overhead + fin_i on, less T_pipe
     H         = B - E, with B = T_net over one link, max ρ·T_net over one link each
     T_optim   = H + (T_pipe - H, E)_γ + T_tie
@@ -127,12 +128,17 @@ def pipeline_time(params: PerfParams, micro_bsz: Numbers, num_microbatches: Numb
     return _final_times(params, stage_times(params, micro_bsz), num_microbatches)[0]
 
 
-def network_time(params: PerfParams, num_nodes: Numbers, num_replicas: Numbers) -> Numbers:
-    """Return T_net: seconds to synchronize the gradients of all replicas."""
+def network_time(
+    params: PerfParams, num_nodes: Numbers, num_replicas: Numbers, level: Numbers = 1
+) -> Numbers:
+    """Return T_net: seconds to synchronize the gradients of all replicas. `level` is the network
+    level at which several nodes meet.
+    """
+    alpha_n, beta_n = _of_level(params, level)
     beyond_two = np.maximum(num_replicas - 2, EPSILON)
     growth = _growth(params.growth_n, num_replicas, beyond_two)
     penalty = 1 + params.two_node_penalty * (num_nodes == 2)
-    across = (params.alpha_n + params.beta_n * growth) * penalty
+    across = (alpha_n + beta_n * growth) * penalty
     inside = params.alpha_r + params.beta_r * beyond_two
     return np.where(num_nodes > 1, across, np.where(num_replicas > 1, inside, EPSILON))
 
@@ -149,11 +155,12 @@ def step_time(
     atomic_bsz: Numbers,
     accum_steps: Numbers,
     num_microbatches: Numbers,
+    level: Numbers = 1,
 ) -> StepTime:
     """Return all times of an iteration; b = atomic_bsz / M."""
     micro_bsz = atomic_bsz / num_microbatches
     slow = slowdown(params, num_nodes, num_replicas)
-    network = network_time(params, num_nodes, num_replicas)
+    network = network_time(params, num_nodes, num_replicas, level)
     if is_simple(params):
         accum = pipeline_time(params, micro_bsz, num_microbatches) * slow + params.overhead
         optim = optim_time(params.gamma, accum, network)
@@ -245,6 +252,16 @@ def _exposed(params: PerfParams, network: Numbers, compute: Numbers) -> Numbers:
     """Return the part of a push and pull that delays a step, for the compute time of a step."""
     left = np.maximum(network - params.sync_overlap * compute, 0.0)
     return left / sync_interval(params, network, compute)
+
+
+def _of_level(params: PerfParams, level: Numbers) -> tuple[Numbers, Numbers]:
+    # Of stacked jobs alpha_n is an array, and the level is always 1 (`PerfParams.at_level`).
+    if not params.alpha_levels or (isinstance(level, int) and level == 1):
+        return params.alpha_n, params.beta_n
+    above = np.minimum(np.asarray(level, np.int64) - 1, len(params.alpha_levels))
+    every = (params.alpha_n, *params.alpha_levels), (params.beta_n, *params.beta_levels)
+    alpha_n, beta_n = (np.array(values)[above] for values in every)
+    return alpha_n, beta_n
 
 
 def _line(offset: Numbers, slope: Numbers, power: Numbers) -> Numbers:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipollux_perfmodel import Configuration, SpeedupFunction
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import build_topology
 
 
 class Allocation(list[Any]):
@@ -15,6 +16,7 @@ class Allocation(list[Any]):
     Args:
         nodes: the node of each replica.
         shape: the shape of the replicas; None for a queued job.
+        level: the network level at which its nodes meet (`Topology`).
 
     Example:
         >>> shape = ReplicaShape(2, {"slots": 2}, lambda nodes, replicas: replicas)
@@ -23,9 +25,12 @@ class Allocation(list[Any]):
         (True, 2)
     """
 
-    def __init__(self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None) -> None:
+    def __init__(
+        self, nodes: Iterable[Any] = (), shape: ReplicaShape | None = None, level: int = 1
+    ) -> None:
         super().__init__(nodes)
         self.shape = shape
+        self.level = level
 
     @property
     def num_stages(self) -> int | None:
@@ -37,16 +42,17 @@ class Allocation(list[Any]):
         """The configuration that the goodput model chooses; None if empty, or without a model."""
         if not self or self.shape is None:
             return None
-        if not isinstance(self.shape.speedup_fn, SpeedupFunction):
+        speedup_fn = self.shape.speedup_at(self.level)
+        if not isinstance(speedup_fn, SpeedupFunction):
             return None
-        return self.shape.speedup_fn.configuration(len(set(self)), len(self))
+        return speedup_fn.configuration(len(set(self)), len(self))
 
     @property
     def speedup(self) -> float:
         """Speedup over one replica of the job's own shape; 0.0 for an empty allocation."""
         if not self or self.shape is None:
             return 0.0
-        return float(self.shape.speedup_fn(len(set(self)), len(self)))
+        return float(self.shape.speedup_at(self.level)(len(set(self)), len(self)))
 
 
 def shape_of(
@@ -72,8 +78,18 @@ def runs_as(allocation: Sequence[Any], shape: ReplicaShape) -> bool:
 
 
 def as_allocation(job: JobInfo, held: Sequence[Any], nodes: Mapping[Any, NodeInfo]) -> Allocation:
-    """Return a job's current allocation with its shape."""
-    return Allocation(held, shape_of(job, held, nodes) if held else None)
+    """Return a job's current allocation with its shape and network level."""
+    if not held:
+        return Allocation(held)
+    return Allocation(held, shape_of(job, held, nodes), network_level(held, nodes))
+
+
+def network_level(held: Iterable[Any], nodes: Mapping[Any, NodeInfo]) -> int:
+    """Return the network level at which nodes meet, 1 for one node; missing ones do not count."""
+    there = [nodes[name] for name in dict.fromkeys(held) if name in nodes]
+    if len(there) < 2 or not any(node.topology for node in there):
+        return 1
+    return build_topology(there).level(range(len(there)))
 
 
 def is_first_choice(job: JobInfo, shape: ReplicaShape, gpu_type: str) -> bool:

@@ -15,9 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipollux_policies.placement.node_choice import Floats, Ints, NodeCapacity, NodeCounts
+from pipollux_policies.placement.node_choice import (
+    Bools,
+    Floats,
+    Ints,
+    NodeCapacity,
+    NodeCounts,
+)
 
 from .configurations import NOTHING, Instance, JobConfigurations
+from .level_gains import LevelGains
 from .objective import Held, ObjectiveValue
 from .reservation import Place
 
@@ -34,14 +41,21 @@ class Placed(NamedTuple):
 
 
 class Assignment:
-    """The allocations of all jobs, built job by job; `worth` computes the gains of changes."""
+    """The allocations of all jobs, built job by job; `worth` computes the gains of changes, and
+    `at_levels` those at higher network levels, in common for several assignments.
+    """
 
-    def __init__(self, instance: Instance, worth: ObjectiveValue, gains: Floats) -> None:
+    def __init__(
+        self, instance: Instance, worth: ObjectiveValue, gains: Floats, at_levels: LevelGains
+    ) -> None:
         self._instance = instance
         self._worth = worth
         self._all_gains = gains
         self._gains = instance.table.split(gains)
-        self._capacity = NodeCapacity(instance.nodes.free)
+        self._topology, self._at_levels = instance.nodes.topology, at_levels
+        self.crossed = False
+        """Whether a job got its configuration at a network level that costs it more."""
+        self._capacity = NodeCapacity(instance.nodes.free, self._topology)
         nothing = gains[instance.table.first[:-1] + NOTHING].tolist()
         self.placed = [Placed(0, (), gain) for gain in nothing]
         self._held: Ints = np.zeros((len(nothing), len(instance.nodes.kinds)), dtype=np.int64)
@@ -64,9 +78,10 @@ class Assignment:
             stays = empty & np.isin(configs, table.stay)
             self._leave(np.flatnonzero(stays).tolist())
             empty &= ~stays
-        # Widest first: by nodes, then by slots.
+        # Jobs that suffer from a higher network level first, then the widest: by nodes, by slots.
         slots = self._instance.need.max(axis=1)[table.shape[configs]] * table.replicas[configs]
-        order = np.lexsort((-slots, -table.num_nodes[configs]))
+        suffers = self._at_levels.suffers[configs] & (table.num_nodes[configs] > 1)
+        order = np.lexsort((-slots, -table.num_nodes[configs], ~suffers))
         complete = True
         waiting = order[(empty & (chosen != NOTHING))[order]].tolist()
         for job in waiting:
@@ -83,6 +98,8 @@ class Assignment:
                 complete = False
                 # Resources beyond the chosen configuration belong to other jobs.
                 self.upgrade(job, most=config)
+            elif self._level(self.placed[job].nodes) > self._jobs[job].level[config]:
+                self.crossed = True
         return complete
 
     def fill_promised(self, places: Mapping[int, Place], chosen: Ints) -> None:
@@ -147,14 +164,16 @@ class Assignment:
         before = self.placed[job]
         self._clear(job)
         best = before
-        gains = self._gains[job]
-        fitting = self._fitting(job)
+        gains, fitting = self._gains[job], self._fitting(job)
+        if self._at_levels.sensitive[job]:
+            gains = self._at_levels.of_job(job, self._levels_now(job))
         if most is not None:
             first = self._instance.table.first[job]
             asked = self._instance.asked[first : first + len(gains)]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
         for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
-            # The listed gain is for the fewest nodes; on more nodes the gain can only be lower.
+            # The listed gain is for the fewest nodes and the lowest network level; on more nodes,
+            # or at a higher level, the gain can only be lower.
             if not _better(float(gains[config]), best.gain):
                 break
             found = self._find(job, config)
@@ -171,12 +190,44 @@ class Assignment:
         table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
         fits = (self._instance.asked <= room[table.job]).all(axis=1)
-        gains = np.where(fits, self._all_gains, -np.inf)
+        gains = np.where(fits, self._gains_now(fits), -np.inf)
         best = np.maximum.reduceat(gains, table.first[:-1])
         now = np.array([placed.gain for placed in self.placed])
         margin = _TOLERANCE * np.maximum(np.abs(best), np.abs(now))  # as in `_better`
         wanting: list[int] = np.flatnonzero(best > now + margin).tolist()
         return wanting
+
+    def _gains_now(self, fits: Bools) -> Floats:
+        """Return the gain of every configuration at the lowest network level with room for it now,
+        if it fits at all. The room that a job holds itself counts as if it were all in one domain.
+        """
+        table, at_levels = self._instance.table, self._at_levels
+        if not at_levels.sensitive.any():
+            return self._all_gains
+        nodes = self._instance.nodes
+        rooms = np.stack([self._capacity.rooms(*nodes.wanted(shape)) for shape in table.kinds])
+        own = np.array([sum(count for _, count in placed.nodes) for placed in self.placed])
+        levels = np.ones(len(table.job), dtype=np.int64)
+        several, of_kind = table.num_nodes > 1, table.kind[table.shape]
+        for level in range(self._topology.num_levels - 1):
+            levels += several & (rooms[of_kind, level] + own[table.job] < table.replicas)
+        levels[table.stay] = table.level[table.stay]
+        now = np.array([placed.gain for placed in self.placed])
+        matters = fits & (levels > table.level) & (self._all_gains > now[table.job])
+        at_levels.price(np.flatnonzero(matters), levels[matters])
+        return at_levels.at(levels)
+
+    def _levels_now(self, job: int) -> Ints:
+        """Return the lowest network level with room for each configuration of a job that holds
+        nothing, (C,).
+        """
+        configs, nodes = self._jobs[job], self._instance.nodes
+        rooms = np.stack([self._capacity.rooms(*nodes.wanted(shape)) for shape in configs.shapes])
+        short = rooms[configs.shape, :-1] < configs.replicas[:, None]
+        levels: Ints = np.where(configs.num_nodes > 1, 1 + short.sum(axis=1), 1)
+        if configs.stay is not None:
+            levels[configs.stay] = configs.level[configs.stay]
+        return levels
 
     def _fitting(self, job: int) -> Ints:
         """Return the configurations that fit, and always the one to stay."""
@@ -199,7 +250,7 @@ class Assignment:
         found = [self._capacity.find(need, allowed, replicas)]
         if configs.elastic[config]:
             held = configs.survivors
-            found.insert(0, self._capacity.find_keeping(need, allowed, replicas, held))
+            found = [*self._capacity.all_keeping(need, allowed, replicas, held), *found]
         placed = [Placed(number, n, self._gain(job, config, n)) for n in found if n is not None]
         # Of equal gains the first wins: it keeps more survivors.
         return max(placed, key=lambda one: one.gain, default=None)
@@ -241,6 +292,7 @@ class Assignment:
         as_listed = not configs.elastic[config] or configs.keeps_survivor(
             int(configs.shape[config]), nodes
         )
+        as_listed &= self._level(nodes) <= configs.level[config]
         if config != configs.stay and len(nodes) == configs.num_nodes[config] and as_listed:
             return float(self._gains[job][config])
         if config == NOTHING:
@@ -256,9 +308,13 @@ class Assignment:
 
     def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
         replicas = sum(count for _, count in nodes)
-        speedup = float(self._jobs[job].shapes[shape].speedup_fn(len(nodes), replicas))
+        speedup_fn = self._jobs[job].shapes[shape].speedup_at(self._level(nodes))
+        speedup = float(speedup_fn(len(nodes), replicas))
         elastic = self._jobs[job].keeps_survivor(shape, nodes)
         return self._worth.moved(job, speedup, Held(shape, replicas), elastic=elastic)
+
+    def _level(self, nodes: NodeCounts) -> int:
+        return self._topology.level(node for node, _ in nodes)
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

@@ -66,7 +66,7 @@ from pydantic import Field
 
 from pipollux_policies.jobs.job_info import JobInfo
 from pipollux_policies.options import options_of
-from pipollux_policies.placement.node_choice import Floats
+from pipollux_policies.placement.node_choice import Bools, Floats, Ints
 
 from .configurations import Instance
 from .fair_share import claims
@@ -227,6 +227,19 @@ class _Worth:
         gain = charged(self._weights[job] * speedup * kept, charge)[0]
         broken = speedup < self._promises.floors.get(job, Floor()).moved
         return float(gain) - broken * self._everything
+
+    def moved_all(
+        self, job: int, speedups: Floats, shape: int, replicas: Ints, *, elastic: Bools
+    ) -> Floats:
+        info = self._instance.jobs[job].job
+        work = np.array(info.likely_work or (np.inf,))[:, None]
+        resized, restarted = (info.change_seconds(elastic=e) for e in (True, False))
+        seconds = np.where(elastic, resized, restarted)
+        kept = _kept(work, speedups, self._lasts(info), seconds)
+        charge = self._charges[self._instance.table.first_shape[job] + shape] * replicas
+        gains: Floats = charged(self._weights[job] * speedups * kept, charge)
+        broken = speedups < self._promises.floors.get(job, Floor()).moved
+        return gains - broken * self._everything
 
     def _all_kept(self) -> Floats:
         table = self._instance.table

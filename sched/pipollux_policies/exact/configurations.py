@@ -1,6 +1,7 @@
 """The configurations of every job as arrays: the choices of the exact policy.
 
-A configuration is a shape and a number of replicas, on the fewest nodes that hold them.
+A configuration is a shape and a number of replicas, on the fewest nodes that hold them, which meet
+at the lowest network level with room for them.
 Configuration 0 is the empty allocation. A running job that may stay has one more, the last: its
 current allocation. Every other configuration is a restart, or, in the current shape, an elastic
 resize if a replica can survive (`change_cost`).
@@ -41,6 +42,8 @@ class JobConfigurations:
     """Index into `shapes`; meaningless for `NOTHING`."""
     replicas: Ints
     num_nodes: Ints
+    level: Ints
+    """The highest network level that costs no more than the lowest one with room."""
     speedup: Floats
     """Over one replica of the job's own shape."""
     elastic: Bools
@@ -77,6 +80,7 @@ class Table:
     """(P,): index into the shapes of all jobs."""
     replicas: Ints
     num_nodes: Ints
+    level: Ints
     speedup: Floats
     elastic: Bools
     stay: Ints
@@ -211,10 +215,10 @@ class _Asked(NamedTuple):
     name: Any
     job: JobInfo
     shapes: tuple[ReplicaShape, ...]
-    sizes: list[tuple[int, Ints, Ints]]
-    """Shapes with numbers of nodes and of replicas."""
-    stay: tuple[int, int, int] | None
-    """Shape, nodes and replicas of the configuration to stay."""
+    sizes: list[tuple[int, Ints, Ints, int]]
+    """Shapes with numbers of nodes and of replicas, and the network level."""
+    stay: tuple[int, int, int, int] | None
+    """The same of the configuration to stay."""
     base: NodeCounts
     runs: bool
     elastic_shape: int | None
@@ -230,7 +234,11 @@ def _ask(
     index: Mapping[Any, int],
 ) -> _Asked:
     shapes = counting_shapes(job)
-    sizes = [(number, *places.sizes(shape, job)) for number, shape in enumerate(shapes)]
+    sizes = [
+        (number, *part)
+        for number, shape in enumerate(shapes)
+        for part in places.sizes_by_level(shape, job)
+    ]
     if not allocation:
         return _Asked(name, job, shapes, sizes, None, (), False, None, ())
     shape = shape_of(job, allocation, nodes)
@@ -243,7 +251,8 @@ def _ask(
     if not _may_stay(job, shape, allocation, nodes):
         return _Asked(name, job, shapes, sizes, None, (), True, elastic_shape, survivors)
     base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
-    stay = shapes.index(shape), len(base), len(allocation)
+    level = places.topology.level(node for node, _ in base)
+    stay = shapes.index(shape), len(base), len(allocation), level
     return _Asked(name, job, shapes, sizes, stay, base, True, elastic_shape, survivors)
 
 
@@ -260,16 +269,19 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
     sizes = [(job, *size) for job, one in enumerate(asked) for size in one.sizes if size[2].size]
     stays = [(job, *one.stay) for job, one in enumerate(asked) if one.stay]
     found = find_speedups(
-        (asked[job].shapes[shape], num_nodes, replicas)
-        for job, shape, num_nodes, replicas in (*sizes, *stays)
+        (asked[job].shapes[shape], num_nodes, replicas, level)
+        for job, shape, num_nodes, replicas, level in (*sizes, *stays)
     )
     counts = np.array([len(size[3]) for size in sizes], np.int64)
     speedup = np.concatenate([_NO_SPEEDUPS, *found[: len(sizes)]])
     kept = _worth_it(speedup, counts)
+    _drop_slower(kept, speedup, counts, [size[:2] for size in sizes])
     of_size, of_stay = (
         np.array([one[:2] for one in part], np.int64).reshape(-1, 2).T for part in (sizes, stays)
     )
-    stay_nodes, stay_replicas = np.array([one[2:] for one in stays], np.int64).reshape(-1, 2).T
+    stay_nodes, stay_replicas, stay_level = (
+        np.array([one[2:] for one in stays], np.int64).reshape(-1, 3).T
+    )
     every, no_job = np.arange(len(asked)), np.zeros(len(asked), np.int64)
     job, shape = np.repeat(of_size, counts, axis=1)[:, kept]
     # Per job: the empty configuration, the sizes of each shape, the one to stay.
@@ -280,6 +292,7 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
     own = np.concatenate([no_job, shape, of_stay[1]])[order]
     replicas = np.concatenate([_NO_SIZES, *(size[3] for size in sizes)])[kept]
     num_nodes = np.concatenate([_NO_SIZES, *(size[2] for size in sizes)])[kept]
+    level = np.repeat(np.array([size[4] for size in sizes], np.int64), counts)[kept]
     replicas = np.concatenate([no_job, replicas, stay_replicas])[order]
     elastic_shape = np.array(
         [-1 if one.elastic_shape is None else one.elastic_shape for one in asked]
@@ -295,6 +308,7 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
         shape=first_shape[job] + own,
         replicas=replicas,
         num_nodes=np.concatenate([no_job, num_nodes, stay_nodes])[order],
+        level=np.concatenate([no_job + 1, level, stay_level])[order],
         speedup=np.concatenate(
             [np.zeros(len(asked)), speedup[kept], np.array(found[len(sizes) :], np.float64)]
         )[order],
@@ -304,7 +318,7 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
         kind=np.array(kind, np.int64),
         kinds=[shape for _, shape in kinds.values()],
     )
-    columns = own, replicas, table.num_nodes, table.speedup, table.elastic
+    columns = own, replicas, table.num_nodes, table.level, table.speedup, table.elastic
     parts = zip(*map(table.split, columns), strict=True)
     configs = [
         JobConfigurations(
@@ -314,6 +328,7 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
             shape=shape,
             replicas=count,
             num_nodes=num_nodes,
+            level=level,
             speedup=speedup,
             elastic=elastic,
             base=one.base,
@@ -321,7 +336,9 @@ def _tabulate(asked: Sequence[_Asked]) -> tuple[list[JobConfigurations], Table]:
             elastic_shape=one.elastic_shape,
             survivors=one.survivors,
         )
-        for one, (shape, count, num_nodes, speedup, elastic) in zip(asked, parts, strict=True)
+        for one, (shape, count, num_nodes, level, speedup, elastic) in zip(
+            asked, parts, strict=True
+        )
     ]
     return configs, table
 
@@ -349,3 +366,20 @@ def _worth_it(speedup: Floats, counts: Ints) -> Bools:
         )
         kept[where] = values > best
     return kept
+
+
+def _drop_slower(
+    kept: Bools, speedup: Floats, counts: Ints, owners: Sequence[tuple[int, int]]
+) -> None:
+    """Drop sizes that are no faster than a smaller one at a lower network level. `owners` are the
+    job and shape of each part of the sizes; the parts of one shape are adjacent and ascend.
+    """
+    begin, best, last = 0, 0.0, None
+    for count, owner in zip(counts.tolist(), owners, strict=True):
+        end = begin + count
+        if owner == last:
+            kept[begin:end] &= speedup[begin:end] > best
+            best = max(best, float(speedup[begin:end].max()))
+        else:
+            best = float(speedup[begin:end].max())
+        begin, last = end, owner

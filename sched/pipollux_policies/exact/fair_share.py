@@ -217,14 +217,10 @@ def _share(
     above = max(math.ceil(equal - _TOLERANCE), job.least_replicas)
     below = above - 1 if above > job.least_replicas else 0
     above_for = (equal - below) / (above - below)
-    speedup = above_for * _speedup(shape, above, per_node)
+    speedup = above_for * nodes.lone_speedup(shape, above)
     if below:
-        speedup += (1.0 - above_for) * _speedup(shape, below, per_node)
+        speedup += (1.0 - above_for) * nodes.lone_speedup(shape, below)
     return EqualShare(speedup, above, equal * shape.slots)
-
-
-def _speedup(shape: ReplicaShape, replicas: int, per_node: int) -> float:
-    return float(shape.speedup_fn(-(-replicas // per_node), replicas))
 
 
 def claims(instance: Instance, fairness: float, quantum: float) -> list[FairClaim]:

@@ -4,6 +4,7 @@ Symbols: job j, shape s, node n, R replicas on m nodes.
 
     x[j, s, R, m]  1 if job j gets R replicas of shape s on m nodes      x[j, stay], x[j, nothing]
                    two of them if it is resizable: with and without a survivor
+                   one more per domain of a network level that its speedup distinguishes
     y[j, s, n]     replicas on a node, an integer         z[j, s, n]  1 if there are any
     d[j, n]        1 if job j is distributed and lies on node n
 
@@ -12,6 +13,7 @@ Symbols: job j, shape s, node n, R replicas on m nodes.
     Σ need · y + resources of staying jobs ≤ free         for every node and resource
     d ≥ z + Σ_{m>1} x − 1     Σ_j d + staying distributed jobs ≤ 1 on every node
     Σ x with a survivor ≤ Σ z on the nodes where the job has replicas
+    Σ z outside of a domain ≤ N · (1 − Σ x in the domain)
 
 It is exact where free slots are scattered, and the knapsack is not. It is slow: use it only for a
 handful of jobs and nodes.
@@ -26,6 +28,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from pipollux_policies.jobs.job_info import ReplicaShape
 from pipollux_policies.placement.node_choice import Floats, NodeCapacity
 from pipollux_utils.c_stdout import silent_c_stdout
 
@@ -45,6 +48,8 @@ class _Choice(NamedTuple):
     num_nodes: int
     gain: float
     elastic: bool = False
+    domain: tuple[int, int] | None = None
+    """Network level and domain that contain all its nodes; None: any nodes."""
 
 
 _NO_SHAPE, _STAY = -1, -2
@@ -129,13 +134,31 @@ def _choices(
             fewest = int(np.searchsorted(reach, replicas)) + 1
             possible = int(np.count_nonzero(np.diff(reach, prepend=0)))
             for num_nodes in range(fewest, min(replicas, possible) + 1):
-                speedup = float(shape.speedup_fn(num_nodes, replicas))
-                held = Held(number, replicas)
-                gain = worth.moved(job, speedup, held)
-                yield _Choice(job, number, replicas, num_nodes, gain)
-                if number == configs.elastic_shape:
-                    gain = worth.moved(job, speedup, held, elastic=True)
-                    yield _Choice(job, number, replicas, num_nodes, gain, elastic=True)
+                for speedup, domain in _speedups(instance, shape, num_nodes, replicas):
+                    held = Held(number, replicas)
+                    gain = worth.moved(job, speedup, held)
+                    yield _Choice(job, number, replicas, num_nodes, gain, domain=domain)
+                    if number == configs.elastic_shape:
+                        gain = worth.moved(job, speedup, held, elastic=True)
+                        yield _Choice(
+                            job, number, replicas, num_nodes, gain, elastic=True, domain=domain
+                        )
+
+
+def _speedups(
+    instance: Instance, shape: ReplicaShape, num_nodes: int, replicas: int
+) -> Iterator[tuple[float, tuple[int, int] | None]]:
+    """Return the speedup on any nodes, and in each domain that makes a difference."""
+    topology = instance.nodes.topology
+    anywhere = shape.speedup_at(topology.num_levels if num_nodes > 1 else 1)
+    yield float(anywhere(num_nodes, replicas)), None
+    for level in range(1, topology.num_levels if num_nodes > 1 else 1):
+        inside = shape.speedup_at(level)
+        if inside is anywhere:
+            continue
+        sizes = np.bincount(topology.domains[level - 1])
+        for domain in np.flatnonzero(sizes >= num_nodes).tolist():
+            yield float(inside(num_nodes, replicas)), (level, domain)
 
 
 def _add_job(
@@ -161,6 +184,11 @@ def _add_job(
         several = [column for column, choice in mine.items() if choice.num_nodes > 1]
         survive = {column: -1.0 for column, choice in mine.items() if choice.elastic}
         homes = {node for node, _ in configs.survivors} if survive else set()
+        inside: dict[tuple[int, int], list[int]] = {}
+        for column, choice in mine.items():
+            if choice.domain is not None:
+                inside.setdefault(choice.domain, []).append(column)
+        outside: dict[tuple[int, int], dict[int, float]] = {key: {} for key in inside}
         for node in np.flatnonzero(fits).tolist():
             y = program.column(float(fits[node]))
             z = program.column(1.0)
@@ -168,6 +196,9 @@ def _add_job(
             counts[y] = places[z] = 1.0
             if node in homes:
                 survive[z] = 1.0
+            for (level, domain), terms in outside.items():
+                if instance.nodes.topology.domains[level - 1, node] != domain:
+                    terms[z] = 1.0
             program.row({y: 1.0, z: -1.0}, 0.0, np.inf)
             program.row({y: 1.0, z: -float(fits[node])}, -np.inf, 0.0)
             for kind, amount in enumerate(need.tolist()):
@@ -179,6 +210,9 @@ def _add_job(
                 spread[node][d] = 1.0
         if homes:
             program.row(survive, 0.0, np.inf)
+        for key, terms in outside.items():
+            most = float(len(terms))
+            program.row({**terms, **dict.fromkeys(inside[key], most)}, -np.inf, most)
         if mine:
             program.row(counts, 0.0, 0.0)
             program.row(places, 0.0, 0.0)

@@ -13,6 +13,7 @@ from pipollux_policies.allocations.allocation import shape_of
 from pipollux_policies.allocations.order import by_safety
 from pipollux_policies.allocations.rules import usable_nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import FLAT, Topology, build_topology
 from pipollux_policies.placement.node_choice import Bools, Ints, amounts, frozen, num_fitting
 
 
@@ -32,6 +33,7 @@ class Nodes:
     """A node that could be rented; only its resources count."""
     closed: Bools
     """(N,): nodes that accept no new jobs; their current jobs may stay."""
+    topology: Topology = FLAT
     _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
     """Cached results of the methods below, by method and kind of replica."""
 
@@ -71,6 +73,42 @@ class Nodes:
         found: tuple[Ints, Ints] = self._kept[key]
         return found
 
+    def sizes_by_level(self, shape: ReplicaShape, job: JobInfo) -> list[tuple[Ints, Ints, int]]:
+        """Return `sizes` in parts, each with the lowest network level at which its replicas fit; 1
+        on one node. Levels that cost a shape the same are one part, with the highest of them.
+        """
+        top = self.topology.num_levels
+        nodes, replicas = self.sizes(shape, job)
+        if shape.speedup_at(top) is shape.speedup_fn:
+            return [(nodes, replicas, top)]
+        rooms: Ints = self._keep("rooms", shape, self._rooms)
+        fns = [shape.speedup_at(level) for level in range(1, top + 1)]
+        alike = tuple(level for level in range(1, top) if fns[level] is not fns[level - 1])
+        key = "parts", (id(nodes), alike, shape.holds)
+        if key not in self._kept:
+            # The last size of each level; on one node every level costs the same.
+            on_one = int(np.searchsorted(nodes, 1, side="right"))
+            ends = [
+                max(int(np.searchsorted(replicas, rooms[x - 1], "right")), on_one) for x in alike
+            ]
+            starts = [0, *ends]
+            self._kept[key] = [
+                (nodes[begin:end], replicas[begin:end], level)
+                for begin, end, level in zip(
+                    starts, [*ends, len(nodes)], [*alike, top], strict=True
+                )
+                if begin < end
+            ]
+        found: list[tuple[Ints, Ints, int]] = self._kept[key]
+        return found
+
+    def lone_speedup(self, shape: ReplicaShape, replicas: int) -> float:
+        """Return the speedup of replicas on the fewest nodes of an empty cluster."""
+        per_node = self.per_node(shape)
+        rooms: Ints = self._keep("lone rooms", shape, self._lone_rooms)
+        level = 1 + int(np.count_nonzero(rooms[:-1] < replicas))
+        return float(shape.speedup_at(level)(-(-replicas // per_node), replicas))
+
     def per_node(self, shape: ReplicaShape) -> int:
         """Return how many replicas of a shape the largest node holds, rented nodes included."""
         per_node: int = self._keep("per_node", shape, self._per_node)
@@ -103,6 +141,14 @@ class Nodes:
         fits = np.where(self.allowed(shape), num_fitting(self.need(shape), self.free), 0)
         return np.cumsum(np.sort(fits)[::-1])
 
+    def _rooms(self, shape: ReplicaShape) -> Ints:
+        fits = np.where(self.allowed(shape), num_fitting(self.need(shape), self.free), 0)
+        return self.topology.largest_rooms(fits)
+
+    def _lone_rooms(self, shape: ReplicaShape) -> Ints:
+        fits = np.where(self.of_type(shape), num_fitting(self.need(shape), self.capacity), 0)
+        return self.topology.largest_rooms(fits)
+
     def _per_node(self, shape: ReplicaShape) -> int:
         fits = np.where(self.of_type(shape), num_fitting(self.need(shape), self.capacity), 0)
         return max(int(fits.max(initial=0)), self.template.num_fitting(shape))
@@ -127,7 +173,8 @@ def build_nodes(
     capacity = amounts([nodes[name] for name in names], kinds)
     types = np.array([nodes[name].gpu_type for name in names], dtype=np.str_)
     closed = np.zeros(len(names), dtype=bool)
-    places = Nodes(names, types, kinds, capacity, capacity.copy(), template, closed)
+    topology = build_topology([nodes[name] for name in names])
+    places = Nodes(names, types, kinds, capacity, capacity.copy(), template, closed, topology)
     places.free[:] -= _held(places, pinned, jobs, nodes)
     np.maximum(places.free, 0, out=places.free)
     return places

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pipollux_policies.allocations.fitness import TOLERANCE, check_power, power_terms
-from pipollux_policies.placement.node_choice import Floats
+from pipollux_policies.placement.node_choice import Bools, Floats, Ints
 
 from .configurations import Instance, JobConfigurations
 from .reservation import Reservations
@@ -36,6 +36,11 @@ class ObjectiveValue(Protocol):
 
     def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:
         """Return the gain of a job whose allocation changes; `elastic`: a replica survives."""
+
+    def moved_all(
+        self, job: int, speedups: Floats, shape: int, replicas: Ints, *, elastic: Bools
+    ) -> Floats:
+        """Return the gains of several changes of a job, as from `moved`, (C,)."""
 
 
 class Objective(Protocol):
@@ -92,6 +97,20 @@ class _FairWorth:
         factor = configs.job.change_factor(elastic=elastic) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 
+    def moved_all(
+        self,
+        job: int,
+        speedups: Floats,
+        shape: int,  # noqa: ARG002  # required by the protocol
+        replicas: Ints,  # noqa: ARG002  # as above
+        *,
+        elastic: Bools,
+    ) -> Floats:
+        info, runs = self._instance.jobs[job].job, self._instance.jobs[job].runs
+        resized, restarted = (info.change_factor(elastic=e) if runs else 1.0 for e in (True, False))
+        factors = np.where(elastic, resized, restarted)
+        return power_terms(speedups / self._fair[job] * factors, self._power)
+
 
 def fair_speedup(instance: Instance, configs: JobConfigurations) -> float:
     """Return a job's speedup on 1/J of the nodes that it can run on, in its best shape."""
@@ -102,5 +121,5 @@ def fair_speedup(instance: Instance, configs: JobConfigurations) -> float:
             continue
         equal = np.ceil(1.0 / (nodes.share(shape) * instance.num_jobs) - TOLERANCE)
         replicas = int(min(max(equal, job.least_replicas), job.most_replicas(shape)))
-        found.append(float(shape.speedup_fn(-(-replicas // nodes.per_node(shape)), replicas)))
+        found.append(nodes.lone_speedup(shape, replicas))
     return max(found) or 1.0

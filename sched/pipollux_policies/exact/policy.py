@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from pipollux_policies.allocations.allocation import Allocation, as_allocation
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.first_fit import place_arrival
@@ -21,12 +23,15 @@ from pipollux_policies.placement.node_choice import Floats, Ints
 from .assignment import Assignment, Placed
 from .completion_time import CompletionTime
 from .configurations import Instance, JobConfigurations, build_instance
+from .level_gains import LevelGains
 from .milp import solve_whole
 from .objective import Objective, ObjectiveValue
 from .relaxation import relax
 from .reservation import Reservations
 
 _TOLERANCE = 1e-9
+_MOST_CROSSED = 1e-3
+"""Relative loss from jobs at higher network levels up to which no other arrangement is tried."""
 _SMALL = 30
 """Most cells (jobs × nodes × shapes) of a cluster that is solved exactly."""
 
@@ -125,9 +130,11 @@ def _solve(
         total = float(sum(found.gain for found in nothing))
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
-    best = _arrange(instance, worth, gains, chosen)
+    at_levels = LevelGains(instance, worth, gains)
+    _price_above(instance, at_levels, chosen)
+    best = _arrange(instance, worth, gains, at_levels, chosen, bound)
     if not all(best.keeps(job) for job in promises.places):
-        kept = Assignment(instance, worth, gains)
+        kept = Assignment(instance, worth, gains, at_levels)
         kept.fill_promised(promises.places, chosen)
         kept.improve()
         best = max(best, kept, key=lambda arrangement: arrangement.total)
@@ -142,38 +149,47 @@ def _solve(
     return placed, certificate
 
 
-def _arrange(instance: Instance, worth: ObjectiveValue, gains: Floats, chosen: Ints) -> Assignment:
+def _price_above(instance: Instance, at_levels: LevelGains, chosen: Ints) -> None:
+    """Price the chosen configurations at all levels that would cost them more."""
+    configs = instance.table.first[:-1] + chosen
+    configs = configs[at_levels.suffers[configs] & (instance.table.num_nodes[configs] > 1)]
+    above = np.arange(2, at_levels.num_levels + 1)
+    at_levels.price(np.repeat(configs, len(above)), np.tile(above, len(configs)))
+
+
+def _arrange(
+    instance: Instance,
+    worth: ObjectiveValue,
+    gains: Floats,
+    at_levels: LevelGains,
+    chosen: Ints,
+    bound: float,
+) -> Assignment:
     """Return the best of several arrangements; among equals the one with the fewest moves."""
-    unmoved = Assignment(instance, worth, gains)
+
+    def filled(
+        chosen: Ints, *, keep: bool = True, at_home: bool = False
+    ) -> tuple[Assignment, bool]:
+        assignment = Assignment(instance, worth, gains, at_levels)
+        complete = assignment.fill(chosen, keep=keep, at_home=at_home)
+        assignment.improve()
+        return assignment, complete
+
+    unmoved = Assignment(instance, worth, gains, at_levels)
     tried = [unmoved] if unmoved.stay() else []
-    first, complete = _filled(instance, worth, gains, chosen, keep=True)
+    first, complete = filled(chosen)
     tried.append(first)
-    if not complete:
+    if not complete or (first.crossed and bound - first.total > _MOST_CROSSED * abs(bound)):
         fitting, _ = relax(instance, gains, whole_nodes=True)
-        tried.append(_filled(instance, worth, gains, chosen, keep=False)[0])
-        tried.append(_filled(instance, worth, gains, fitting, keep=True)[0])
+        tried.append(filled(chosen, keep=False)[0])
+        tried.append(filled(fitting)[0])
         if instance.table.elastic.any():
-            tried.append(_filled(instance, worth, gains, chosen, keep=True, at_home=True)[0])
+            tried.append(filled(chosen, at_home=True)[0])
     best = tried[0]
     for other in tried[1:]:
         if other.total > best.total + _TOLERANCE * abs(best.total):
             best = other
     return best
-
-
-def _filled(
-    instance: Instance,
-    worth: ObjectiveValue,
-    gains: Floats,
-    chosen: Ints,
-    *,
-    keep: bool,
-    at_home: bool = False,
-) -> tuple[Assignment, bool]:
-    assignment = Assignment(instance, worth, gains)
-    complete = assignment.fill(chosen, keep=keep, at_home=at_home)
-    assignment.improve()
-    return assignment, complete
 
 
 def _is_small(instance: Instance) -> bool:
@@ -186,8 +202,10 @@ def _allocation(
     if not found.nodes:
         return Allocation()
     shape = configs.shapes[found.shape]
+    level = instance.nodes.topology.level(node for node, _ in found.nodes)
     stay = configs.stay
     if stay is not None and found.nodes == configs.base and configs.shape[stay] == found.shape:
-        return Allocation(held, shape)
+        return Allocation(held, shape, level)
     names = instance.nodes.names
-    return Allocation([names[node] for node, count in found.nodes for _ in range(count)], shape)
+    placed = [names[node] for node, count in found.nodes for _ in range(count)]
+    return Allocation(placed, shape, level)

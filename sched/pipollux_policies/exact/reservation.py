@@ -143,7 +143,7 @@ class _Ledger:
     def __init__(self, instance: Instance, most_closed: int) -> None:
         self._instance = instance
         self._nodes = instance.nodes
-        self._capacity = NodeCapacity(instance.nodes.free)
+        self._capacity = NodeCapacity(instance.nodes.free, instance.nodes.topology)
         self._open: Bools = np.ones(len(instance.nodes.names), dtype=bool)
         self._still_open: dict[int, Bools] = {}
         self._most_closed = most_closed
@@ -238,7 +238,8 @@ class _Ledger:
     def _speedup(self, job: int, place: Place) -> float:
         replicas = sum(count for _, count in place.nodes)
         shape = self._instance.jobs[job].shapes[place.shape]
-        return float(shape.speedup_fn(len(place.nodes), replicas))
+        level = self._nodes.topology.level(node for node, _ in place.nodes)
+        return float(shape.speedup_at(level)(len(place.nodes), replicas))
 
     def _found(self, job: int, speedup: float) -> Place | None:
         """Return a place for the cheapest configuration with a speedup, or else for the fastest."""

@@ -27,7 +27,10 @@ MEASURED_REACH = 4
 Pollux and AdaptDL use 2. With 4 a job reaches its final size after half the restarts, and can skip
 a size that is worse than a smaller and a larger one, such as the first size on two nodes."""
 SpeedupCallable: TypeAlias = Callable[[Any, Any], Any]
-"""``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out."""
+"""``speedup(num_nodes, num_replicas)``: equal-shaped integer arrays in, array of floats out.
+
+If it has a method ``at_level(level)``, as `SpeedupFunction`, that returns the speedups of
+allocations whose nodes meet at a network level."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,27 @@ class ReplicaShape:
         """GPU type and resources; shapes with equal values fit the same nodes."""
         return self.gpu_type, frozenset(self.resources.items())
 
+    def speedup_at(self, level: int) -> SpeedupCallable:
+        """Return the speedups of allocations whose nodes meet at a network level (`Topology`)."""
+        at_level = getattr(self.speedup_fn, "at_level", None)
+        found: SpeedupCallable = self.speedup_fn if at_level is None else at_level(level)
+        return found
+
     def runs_on(self, node: NodeInfo) -> bool:
         """Return whether this shape can run on a node's type of GPU."""
         return self.gpu_type is None or self.gpu_type == node.gpu_type
 
 
 def find_speedups(
-    asked: Iterable[tuple[ReplicaShape, Any, Any]],
+    asked: Iterable[tuple[ReplicaShape, Any, Any, int]],
 ) -> list[NDArray[np.float64]]:
     """Return the speedups of many jobs, on integers or arrays; missing ones are computed together.
-    Speedups that are not a `SpeedupFunction` are computed one by one.
+    Each entry has a shape, the numbers of nodes and of replicas, and the network level. Speedups
+    that are not a `SpeedupFunction` are computed one by one.
     """
-    questions = [(shape.speedup_fn, nodes, replicas) for shape, nodes, replicas in asked]
+    questions = [
+        (shape.speedup_at(level), nodes, replicas) for shape, nodes, replicas, level in asked
+    ]
     together = [
         (speedup_fn, nodes, replicas)
         for speedup_fn, nodes, replicas in questions
@@ -242,6 +254,9 @@ class NodeInfo:
     """Whether jobs have to leave it; it accepts no new replicas, and pinned jobs end here."""
     healthy: bool = True
     """False: the node counts as lost; its jobs restart elsewhere."""
+    topology: tuple[str, ...] = ()
+    """Its domains by network level, the widest first, such as (zone, rack); empty texts where it
+    has no label."""
 
     def num_fitting(self, shape: ReplicaShape) -> int:
         """Return how many replicas of a shape these resources hold; 0 on the wrong type of GPU."""

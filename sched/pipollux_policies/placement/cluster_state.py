@@ -24,6 +24,7 @@ from pipollux_policies.allocations.change_cost import possible_survivors
 from pipollux_policies.allocations.order import by_arrival, by_safety
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from pipollux_policies.jobs.job_info import ReplicaShape
+from pipollux_policies.jobs.topology import build_topology
 
 from .node_choice import (
     Bools,
@@ -51,6 +52,8 @@ class ReplicaRequest:
     within: frozenset[Any] | None = None
     """None: all nodes are acceptable."""
     max_nodes: int | None = None
+    max_level: int | None = None
+    """The highest network level at which its nodes may meet."""
     stay: Allocation | None = None
     """The only acceptable allocation; the other fields are then ignored."""
 
@@ -82,7 +85,8 @@ class ClusterState:
         shapes = [shape for job in jobs.values() for shape in job.all_shapes]
         self._kinds = sorted({kind for shape in shapes for kind in shape.resources})
         infos = [nodes[name] for name in self._names]
-        self._capacity = NodeCapacity(amounts(infos, self._kinds))
+        self._topology = build_topology(infos)
+        self._capacity = NodeCapacity(amounts(infos, self._kinds), self._topology)
         usable = usable_nodes(nodes)
         self._usable: Bools = np.array([name in usable for name in self._names], dtype=bool)
         self._spot: Bools = np.array([info.preemptible for info in infos], dtype=bool)
@@ -182,9 +186,9 @@ class ClusterState:
     def find(self, name: Any, request: ReplicaRequest) -> Allocation | None:
         """Find nodes for a job that holds nothing (`find_nodes`), preemptible nodes last.
 
-        Replicas of a resizable job stay in place if that needs no more nodes, and no more
-        preemptible ones. None only if the request cannot be met: freeing room never makes that
-        harder.
+        Replicas of a resizable job stay in place if that needs no more nodes, no more preemptible
+        ones, and no higher network level. None only if the request cannot be met: freeing room
+        never makes that harder.
         """
         if request.stay is not None:
             return request.stay if self.fits(name, request.stay) else None
@@ -195,16 +199,22 @@ class ClusterState:
                 *(counts, closed, request.num_replicas),
                 avoided=self._spot,
                 max_nodes=request.max_nodes,
+                topology=self._topology,
             )
-            if found is not None:
+            if found is not None and not self._is_above(found, request.max_level):
                 stays = self._survivors(name, shape)
                 if stays is not None:
                     keeping = find_keeping(counts, closed, request.num_replicas, stays)
                     found = self._nearer(found, keeping)
                 return Allocation(
-                    (self._names[n] for n, count in found for _ in range(count)), shape
+                    (self._names[n] for n, count in found for _ in range(count)),
+                    shape,
+                    self._topology.level(n for n, _ in found),
                 )
         return None
+
+    def _is_above(self, found: NodeCounts, max_level: int | None) -> bool:
+        return max_level is not None and self._topology.level(n for n, _ in found) > max_level
 
     def _survivors(self, name: Any, shape: ReplicaShape) -> Ints | None:
         """Return how many replicas of a shape could survive on each node, (N,); None: none."""
@@ -217,8 +227,9 @@ class ClusterState:
     def _nearer(self, found: NodeCounts, keeping: NodeCounts | None) -> NodeCounts:
         """Return the nodes that keep replicas in place if they are no worse than the found ones."""
 
-        def cost(nodes: NodeCounts) -> tuple[int, int]:
-            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes)
+        def cost(nodes: NodeCounts) -> tuple[int, int, int]:
+            level = self._topology.level(node for node, _ in nodes)
+            return len(nodes), sum(bool(self._spot[node]) for node, _ in nodes), level
 
         if keeping is None or any(
             more > than for more, than in zip(cost(keeping), cost(found), strict=True)

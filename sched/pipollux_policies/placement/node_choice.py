@@ -1,13 +1,14 @@
 """The free resources of nodes while replicas are placed on them, and the choice of nodes.
 
 A replica lies whole on one node. A job's replicas go to the tightest single node that holds them
-all, else to as few nodes as possible. A job on several nodes is *distributed*, and a node carries
-at most one distributed job. Every policy places by these rules.
+all, else to as few nodes as possible, in the tightest domain of the lowest network level with one
+that holds them (`topology`). A job on several nodes is *distributed*, and a node carries at most
+one distributed job. Every policy places by these rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_policies.jobs.job_info import NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import FLAT, Topology
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -54,6 +56,7 @@ def find_nodes(
     avoided: Bools | None = None,
     claimed: Ints | None = None,
     max_nodes: int | None = None,
+    topology: Topology = FLAT,
 ) -> NodeCounts | None:
     """Find nodes for all replicas of a job, at least 1; None if they do not fit in `max_nodes`.
 
@@ -74,9 +77,23 @@ def find_nodes(
     if node is not None:
         return ((node, num_replicas),)
     counts = np.where(closed, 0, counts)
+    for inside in _domains(counts, num_replicas, topology):
+        within = find_nodes(
+            np.where(inside, counts, 0),
+            *(closed, num_replicas),
+            avoided=avoided,
+            claimed=claimed,
+            max_nodes=max_nodes,
+        )
+        if within is not None:
+            return within
     found: list[tuple[int, int]] = []
     left = num_replicas
-    roomiest = np.lexsort((np.zeros_like(closed) if claimed is None else claimed, -counts))
+    keys = [np.zeros_like(closed) if claimed is None else claimed, -counts]
+    if not topology.is_flat:
+        # Of equal nodes, those of the roomiest domains, so that the job touches few.
+        keys.insert(1, -topology.room(counts, 1)[topology.domains[0]])
+    roomiest = np.lexsort(keys)
     for node in roomiest.tolist():
         count = int(counts[node])
         if count == 0:
@@ -91,6 +108,16 @@ def find_nodes(
         counts[node] = 0
         left -= count
     return None
+
+
+def _domains(counts: Ints, num_replicas: int, topology: Topology) -> Iterator[Bools]:
+    """Return the tightest domain of each network level with one that holds all replicas."""
+    for level in range(1, topology.num_levels):
+        room = topology.room(counts, level)
+        room[room < num_replicas] = np.iinfo(np.int64).max
+        tightest = int(room.argmin())
+        if room[tightest] < np.iinfo(np.int64).max:
+            yield topology.within(level, tightest)
 
 
 def find_keeping(
@@ -227,7 +254,8 @@ class _Counts(NamedTuple):
 class NodeCapacity:
     """The (N, T) free resources of N nodes, and how many distributed jobs each carries."""
 
-    def __init__(self, free: Ints) -> None:
+    def __init__(self, free: Ints, topology: Topology = FLAT) -> None:
+        self.topology = topology
         self.free: Ints = free.copy()
         self.num_distributed: Ints = np.zeros(len(free), dtype=np.int64)
         self.claims: Ints = np.zeros(len(free), dtype=np.int64)
@@ -277,26 +305,61 @@ class NodeCapacity:
         node = None if kept is None else kept.tightest(num_replicas, self.claims)
         if node is not None:
             return ((node, num_replicas),)
-        found = find_nodes(counts, self.num_distributed > 0, num_replicas, claimed=self.claims)
+        closed = self.num_distributed > 0
+        found = find_nodes(
+            counts, closed, num_replicas, claimed=self.claims, topology=self.topology
+        )
         return None if found is None else tuple(sorted(found))
 
     def find_keeping(
         self, need: Ints, allowed: Bools, num_replicas: int, survivors: NodeCounts
     ) -> NodeCounts | None:
         """Find nodes that keep replicas of a job in place (`find_keeping`), in ascending order."""
+        found = self.all_keeping(need, allowed, num_replicas, survivors)
+        return found[0] if found else None
+
+    def all_keeping(
+        self, need: Ints, allowed: Bools, num_replicas: int, survivors: NodeCounts
+    ) -> list[NodeCounts]:
+        """Return such nodes within the domain of each network level that keeps most replicas, if
+        they fit there, and on all nodes: the lowest level first.
+        """
         stays = np.zeros(len(self.free), dtype=np.int64)
         for node, count in survivors:
             stays[node] = count
         counts = self.counts(need, allowed)
         closed = self.num_distributed > 0
-        found = find_keeping(counts, closed, num_replicas, stays, claimed=self.claims)
-        return None if found is None else tuple(sorted(found))
+        found = []
+        for inside in (*self._homes(counts, closed, num_replicas, stays), None):
+            there = counts if inside is None else np.where(inside, counts, 0)
+            nodes = find_keeping(there, closed, num_replicas, stays, claimed=self.claims)
+            if nodes is not None:
+                found.append(tuple(sorted(nodes)))
+                if len(nodes) == 1:
+                    break
+        return list(dict.fromkeys(found))
+
+    def _homes(
+        self, counts: Ints, closed: Bools, num_replicas: int, stays: Ints
+    ) -> Iterator[Bools]:
+        """Return the domain of each level that keeps most replicas and has room for all."""
+        open_counts = np.where(closed, 0, counts)
+        for level in range(1, self.topology.num_levels):
+            kept = self.topology.room(np.minimum(counts, stays), level)
+            kept[self.topology.room(open_counts, level) < num_replicas] = 0
+            if kept.any():
+                yield self.topology.within(level, int(kept.argmax()))
 
     def most(self, need: Ints, allowed: Bools) -> int:
         """Return the most replicas for which `find` finds nodes."""
         counts = self.counts(need, allowed)
         spread = counts.sum(where=self.num_distributed == 0)
         return max(int(counts.max(initial=0)), int(spread))
+
+    def rooms(self, need: Ints, allowed: Bools) -> Ints:
+        """Return the most replicas on several nodes that meet at each network level, (L,)."""
+        counts = np.where(self.num_distributed > 0, 0, self.counts(need, allowed))
+        return self.topology.largest_rooms(counts)
 
     def accepts(self, placed: NodeCounts, need: Ints) -> bool:
         """Return whether a job fits on these nodes."""

@@ -48,11 +48,20 @@ def fixed_request(job: JobInfo) -> ReplicaRequest:
     return request_of(job, min(max(job.requested_replicas or least, least), max(most, least)))
 
 
-def speedups(shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints) -> Floats:
-    """Return the speedups of C allocations, (C,); 0 instead of NaN."""
-    found = np.asarray(shape.speedup_fn(num_nodes, num_replicas), dtype=float)
-    values: Floats = np.nan_to_num(np.maximum(np.broadcast_to(found, num_nodes.shape), 0), posinf=0)
-    return values
+def speedups(
+    shape: ReplicaShape, num_nodes: Ints, num_replicas: Ints, levels: Ints | None = None
+) -> Floats:
+    """Return the speedups of C allocations, (C,); 0 instead of NaN. `levels` are the network levels
+    at which their nodes meet; None: the lowest.
+    """
+    found = np.zeros(num_nodes.shape)
+    for level in np.unique(levels).tolist() if levels is not None else (1,):
+        here = slice(None) if levels is None else levels == level
+        values = np.asarray(
+            shape.speedup_at(level)(num_nodes[here], num_replicas[here]), dtype=float
+        )
+        found[here] = np.nan_to_num(np.maximum(values, 0), posinf=0)
+    return found
 
 
 def pack(
@@ -118,7 +127,7 @@ def answer(
         base = base_allocations.get(name, ())
         stages = getattr(base, "num_stages", None)
         same = Counter(base) == Counter(held) and stages in (None, held.num_stages)
-        result[name] = Allocation(base, held.shape) if same else held
+        result[name] = Allocation(base, held.shape, held.level) if same else held
     return result
 
 

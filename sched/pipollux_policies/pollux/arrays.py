@@ -14,11 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocations.allocation import is_first_choice, runs_as, shape_of
+from pipollux_policies.allocations.allocation import (
+    is_first_choice,
+    network_level,
+    runs_as,
+    shape_of,
+)
 from pipollux_policies.allocations.change_cost import possible_survivors
 from pipollux_policies.allocations.order import by_safety, name_order
 from pipollux_policies.allocations.rules import Allocations, is_pinned, must_move, usable_nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
+from pipollux_policies.jobs.topology import Topology, build_topology
 from pipollux_policies.placement.node_choice import Bools, Ints, amounts
 
 
@@ -43,7 +49,9 @@ class ClusterArrays:
     base_rows: Ints
     """(J,): the current row of each job; its first row if it holds nothing."""
     extents: Ints
-    """(J, 2): current numbers of nodes and replicas of each job, on all nodes."""
+    """(J, 3): current numbers of nodes and replicas of each job, on all nodes, and their level."""
+    topology: Topology
+    """Network levels of the N nodes; nodes that could be rented share no domain."""
     pinned: Bools
     broken: Bools
     """(I,): rows of jobs that cannot stay as they are."""
@@ -110,7 +118,10 @@ def build_cluster(
     rows = [(j, shape) for j, name in enumerate(job_names) for shape in jobs[name].all_shapes]
     shapes = [shape for _, shape in rows]
     kinds = sorted({kind for shape in shapes for kind in shape.resources})
-    extents = [(len(set(base_of[name])), len(base_of[name])) for name in job_names]
+    extents = [
+        (len(set(base_of[name])), len(base_of[name]), network_level(base_of[name], nodes))
+        for name in job_names
+    ]
     cluster = ClusterArrays(
         job_names=job_names,
         jobs=[jobs[name] for name in job_names],
@@ -122,7 +133,8 @@ def build_cluster(
         allowed=np.concatenate([_allowed(jobs[name], infos) for name in job_names]),
         base=np.zeros((len(rows), len(infos)), dtype=np.int64),
         base_rows=np.zeros(len(job_names), dtype=np.int64),
-        extents=np.array(extents, dtype=np.int64).reshape(-1, 2),
+        extents=np.array(extents, dtype=np.int64).reshape(-1, 3),
+        topology=build_topology(infos),
         pinned=np.array([pins[job_names[j]] for j, _ in rows], dtype=bool),
         broken=np.zeros(len(rows), dtype=bool),
         elastic=np.zeros(len(rows), dtype=bool),

@@ -189,7 +189,8 @@ def _allocations(cluster: ClusterArrays, state: Ints, base: Allocations) -> dict
         kept = (state[span] == cluster.base[span]).all() and not cluster.broken[span[0]]
         if kept:
             held = base.get(name, ())
-            result[name] = Allocation(held, cluster.shapes[cluster.base_rows[j]] if held else None)
+            shape = cluster.shapes[cluster.base_rows[j]] if held else None
+            result[name] = Allocation(held, shape, int(cluster.extents[j, 2]))
         else:
             row = cluster.held_row(j, state)
             result[name] = _as_names(cluster, row, state[row], cluster.node_names)
@@ -199,7 +200,8 @@ def _allocations(cluster: ClusterArrays, state: Ints, base: Allocations) -> dict
 def _as_names(cluster: ClusterArrays, row: int, cells: Ints, names: Sequence[Any]) -> Allocation:
     counts = zip(names, cells.tolist(), strict=False)
     placed = [node for node, count in counts for _ in range(count)]
-    return Allocation(placed, cluster.shapes[row] if placed else None)
+    level = int(cluster.topology.levels(cells))
+    return Allocation(placed, cluster.shapes[row] if placed else None, level)
 
 
 def _desired_nodes(

@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipollux_policies.allocations.fitness import TOLERANCE, power_terms
-from pipollux_policies.jobs.job_info import SpeedupCallable
+from pipollux_policies.jobs.job_info import ReplicaShape, SpeedupCallable
 from pipollux_policies.placement.node_choice import Bools, Floats, Ints, num_fitting
 
 from .arrays import ClusterArrays
@@ -57,7 +57,7 @@ class AllocationProblem:
         self.factors: Floats = np.array([job.change_factor(elastic=False) for job in jobs])
         self.resize_factors: Floats = np.array([job.change_factor(elastic=True) for job in jobs])
         self.running: Bools = cluster.extents[:, 1] > 0
-        self._speedups = [_SpeedupTable(shape.speedup_fn) for shape in cluster.shapes]
+        self._speedups = [_SpeedupTable(shape) for shape in cluster.shapes]
         self.shares: Floats = self._dominant_shares()
         """(I,): the largest share of a resource of the possible real nodes that a replica holds."""
         self.fair: Floats = self._fair_speedups()
@@ -77,13 +77,16 @@ class AllocationProblem:
         return dominant
 
     def _fair_speedups(self) -> Floats:
-        per_node = self._counts(self.cluster.capacity).max(axis=1)
+        capacity = self._counts(self.cluster.capacity)
+        per_node = capacity.max(axis=1)
         speedups = np.zeros(len(self.shares))
         for i in np.flatnonzero(per_node).tolist():
             share = np.ceil(1.0 / (self.shares[i] * self.cluster.num_jobs) - TOLERANCE)
             replicas = int(min(max(share, self.min_replicas[i]), self._most[i]))
             nodes = -(-replicas // int(per_node[i]))
-            speedups[i] = self.speedup(i, np.array([nodes]), np.array([replicas]))[0]
+            rooms = self.cluster.topology.largest_rooms(capacity[i])
+            level = 1 + np.count_nonzero(rooms[:-1] < replicas)
+            speedups[i] = self.speedup(i, *np.array([[nodes], [replicas], [level]]))[0]
         fair: Floats = np.maximum.reduceat(speedups, self.cluster.first_rows)
         return np.where(fair > 0, fair, 1.0)
 
@@ -92,19 +95,20 @@ class AllocationProblem:
         speedups = np.zeros(self.cluster.num_jobs)
         for job in np.flatnonzero(self.cluster.pinned[self.cluster.first_rows]).tolist():
             row = int(self.cluster.base_rows[job])
-            nodes, replicas = self.cluster.extents[job]
-            speedups[job] = self.speedup(row, np.array([nodes]), np.array([replicas]))[0]
+            extent = self.cluster.extents[job]
+            speedups[job] = self.speedup(row, *extent[:, None])[0]
         return speedups
 
-    def speedup(self, row: int, num_nodes: Ints, num_replicas: Ints) -> Floats:
-        """Return the speedups of a job in a row; (P,), (P,) -> (P,)."""
-        return self._speedups[row](num_nodes, num_replicas)
+    def speedup(self, row: int, num_nodes: Ints, num_replicas: Ints, level: Ints) -> Floats:
+        """Return the speedups of a job in a row at network levels; three of (P,) -> (P,)."""
+        return self._speedups[row](num_nodes, num_replicas, level)
 
     def row_values(self, row: int, cells: Ints) -> Floats:
         """Return v of a job that holds only these cells of one row: (P, N) -> (P,)."""
         num_nodes, num_replicas = np.count_nonzero(cells, axis=1), cells.sum(axis=1)
         job = self.cluster.job_of[row]
-        values: Floats = self.speedup(row, num_nodes, num_replicas) / self.fair[job]
+        level = self.cluster.topology.levels(cells)
+        values: Floats = self.speedup(row, num_nodes, num_replicas, level) / self.fair[job]
         if self.running[job]:
             changed = self.cluster.broken[row] | (cells != self.cluster.base[row]).any(axis=1)
             if self.cluster.elastic[row]:
@@ -133,8 +137,10 @@ class AllocationProblem:
 
     def _job_speedups(self, states: Ints) -> Floats:
         num_nodes, num_replicas = np.count_nonzero(states, axis=2), states.sum(axis=2)
+        level = self.cluster.topology.levels(states)
         columns = [
-            self.speedup(i, num_nodes[:, i], num_replicas[:, i]) for i in range(states.shape[1])
+            self.speedup(i, num_nodes[:, i], num_replicas[:, i], level[:, i])
+            for i in range(states.shape[1])
         ]
         speedups = np.add.reduceat(np.stack(columns, axis=1), self.cluster.first_rows, axis=1)
         pinned = self.cluster.pinned[self.cluster.first_rows]
@@ -161,6 +167,29 @@ class AllocationProblem:
 
 class _SpeedupTable:
     """Speedups of one row, computed once each: a speedup function may be slow."""
+
+    def __init__(self, shape: ReplicaShape) -> None:
+        self._shape = shape
+        self._levels: dict[int, _LevelTable] = {}
+
+    def __call__(self, num_nodes: Ints, num_replicas: Ints, level: Ints) -> Floats:
+        highest = int(level.max(initial=1))
+        if highest == 1:
+            return self._at(1)(num_nodes, num_replicas)
+        found: Floats = np.zeros(num_nodes.shape)
+        for one in range(1, highest + 1):
+            here = level == one
+            found[here] = self._at(one)(num_nodes[here], num_replicas[here])
+        return found
+
+    def _at(self, level: int) -> _LevelTable:
+        if level not in self._levels:
+            self._levels[level] = _LevelTable(self._shape.speedup_at(level))
+        return self._levels[level]
+
+
+class _LevelTable:
+    """Those of one network level."""
 
     def __init__(self, function: SpeedupCallable) -> None:
         self._function = function

@@ -60,7 +60,8 @@ class StateBuilder:
         """
         base = self._problem.cluster.base[row]
         counts, closed = self._room_for(row)
-        found = find_nodes(counts, closed, num_replicas, preferred=base > 0)
+        topology = self._problem.cluster.topology
+        found = find_nodes(counts, closed, num_replicas, preferred=base > 0, topology=topology)
         if found is None:
             return None
         cells = _cells(found, len(base))

@@ -54,6 +54,26 @@ class NodeKind:
 
     names: frozenset[Any]
     node: NodeInfo
+    domains: tuple[int, ...] = ()
+    """The most nodes in a domain of each network level but the highest."""
+
+    def at_levels(
+        self, shape: ReplicaShape, counts: Ints, num_nodes: Ints
+    ) -> tuple[Ints, Ints, Ints]:
+        """Return replicas, nodes and the level of every configuration: a number of replicas has one
+        for each level that costs it differently, from the lowest with room on empty nodes.
+        """
+        top = len(self.domains) + 1
+        fns = [shape.speedup_at(level) for level in range(1, top + 1)]
+        levels = [x for x in range(1, top) if fns[x] is not fns[x - 1]] + [top]
+        rooms = np.array([*self.domains, np.iinfo(np.int64).max // 2**32]) * max(
+            self.node.num_fitting(shape), 1
+        )
+        fits = (rooms[np.array(levels) - 1] >= counts[:, None]) | (num_nodes == 1)[:, None]
+        # On one node all levels cost the same.
+        fits[num_nodes == 1, :-1] = False
+        rows, which = np.nonzero(fits)
+        return counts[rows], num_nodes[rows], np.array(levels)[which]
 
 
 @dataclass(frozen=True)
@@ -98,12 +118,13 @@ def _replica_counts(job: JobInfo, shape: ReplicaShape, per_node: int, num_nodes:
 def _columns(
     number: int, kind: NodeKind, shape: ReplicaShape, counts: Ints, num_nodes: Ints
 ) -> list[Column]:
-    goodputs = speedups(shape, num_nodes, counts)
+    counts, num_nodes, levels = kind.at_levels(shape, counts, num_nodes)
+    goodputs = speedups(shape, num_nodes, counts, levels)
     columns = []
-    for count, nodes, goodput in zip(
-        counts.tolist(), num_nodes.tolist(), goodputs.tolist(), strict=True
+    for count, nodes, level, goodput in zip(
+        *(values.tolist() for values in (counts, num_nodes, levels, goodputs)), strict=True
     ):
-        request = ReplicaRequest((shape,), count, kind.names, nodes)
+        request = ReplicaRequest((shape,), count, kind.names, nodes, max_level=level)
         use = {Constraint(number, name): amount * count for name, amount in shape.resources.items()}
         if nodes > 1:
             use[Constraint(number, None)] = nodes
@@ -131,6 +152,7 @@ def current_column(
     kinds = {kind_of[node] for node in held}
     for number, column in enumerate(columns):
         same = column.request.shapes[0] is shape and column.request.num_replicas == len(held)
+        same &= held.level <= (column.request.max_level or held.level)
         if same and kinds == {column.kind} and column.num_nodes == num_nodes:
             return number, column
     use: Counter[Constraint] = Counter()
@@ -138,7 +160,8 @@ def current_column(
         use.update({Constraint(kind_of[node], name): n for name, n in shape.resources.items()})
     if num_nodes > 1:
         use.update(Constraint(kind_of[node], None) for node in set(held))
-    speedup = float(speedups(shape, np.array([num_nodes]), np.array([len(held)]))[0])
+    there = np.array([[num_nodes], [len(held)], [held.level]])
+    speedup = float(speedups(shape, *there)[0])
     goodput = speedup * (columns[0].scale if columns else 1.0)
     request = ReplicaRequest((shape,), len(held), stay=held)
     slots = shape.slots * len(held)

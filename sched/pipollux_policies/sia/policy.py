@@ -21,6 +21,7 @@ from pipollux_policies.allocations.change_cost import ChangeKind, num_survivors,
 from pipollux_policies.allocations.order import by_arrival, name_order
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, usable_nodes
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+from pipollux_policies.jobs.topology import build_topology
 from pipollux_policies.options import checked
 from pipollux_policies.placement.cluster_state import ClusterState
 from pipollux_policies.placement.first_fit import place_arrival
@@ -151,6 +152,12 @@ class SiaPolicy:
         return np.array(costs) - waiting
 
 
+def _domains(nodes: Sequence[NodeInfo]) -> tuple[int, ...]:
+    """Return the most nodes in a domain of each network level but the highest."""
+    topology = build_topology(nodes)
+    return tuple(topology.largest_rooms(np.ones(len(nodes), np.int64))[:-1].tolist())
+
+
 @dataclass(frozen=True)
 class _Cluster:
     jobs: Jobs
@@ -169,7 +176,8 @@ class _Cluster:
                 name
             )
         kinds = tuple(
-            NodeKind(frozenset(names), usable[names[0]]) for _, names in sorted(groups.items())
+            NodeKind(frozenset(names), usable[names[0]], _domains([usable[n] for n in names]))
+            for _, names in sorted(groups.items())
         )
         regular = {name: configurations(job, kinds) for name, job in jobs.items()}
         return cls(jobs, nodes, kinds, regular, running)

@@ -57,6 +57,7 @@ def node_info(spec: NodeSpec, slots: int | None = None) -> NodeInfo:
         spec.preemptible,
         spec.gpu_type or "",
         spec.draining,
+        topology=tuple(spec.topology.values()),
     )
 
 

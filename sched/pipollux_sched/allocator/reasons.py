@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipollux_policies import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_nodes
+from pipollux_policies.allocations.allocation import network_level
 from pipollux_utils.text import count, listing, spell_nodes
 
 from .job_infos import count_fitting, linear_speedup
@@ -81,14 +82,15 @@ def explain(
         verb = "is suspended" if previous else "waits"
         return f"{verb}: {why_nothing(info, nodes, free, others)}"
     shape = shape_of(info, new, nodes)
-    worth = _spell_speedup(shape, new)
+    worth = _spell_speedup(shape, new, nodes)
     if not previous:
         return f"starts on {_spell_allocation(info, shape, new)}: {worth}"
     gone = sorted(set(previous) - nodes.keys())
     if gone:
         return f"moves to {_spell_allocation(info, shape, new)}: {', '.join(gone)} is gone"
     before = shape_of(info, previous, nodes)
-    change = f"speedup {_speedup(before, previous):.2f} → {worth.removeprefix('speedup ')}"
+    had = _speedup(before, previous, nodes)
+    change = f"speedup {had:.2f} → {worth.removeprefix('speedup ')}"
     if before.num_stages != shape.num_stages:
         cut = _spell_cut(before, previous), _spell_cut(shape, new)
         return f"changes from {cut[0]} to {cut[1]}: {change}"
@@ -125,7 +127,7 @@ def why_nothing(
     if not left:
         return f"no node that accepts new replicas has GPUs of type {shape.gpu_type}"
     asked = _spell_resources(shape.resources)
-    if _speedup(shape, [""] * least) <= 0:
+    if _speedup(shape, [""] * least, nodes) <= 0:
         return f"no batch size within its bounds works on {count(least, 'replica')}"
     if holds >= least:
         room = f"there is room for {count(least, 'replica')}"
@@ -183,14 +185,15 @@ def _largest(
     return name, _spell_resources({kind: nodes[name].get(kind, 0) for kind in resources})
 
 
-def _speedup(shape: ReplicaShape, nodes: Sequence[str]) -> float:
-    value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
+def _speedup(shape: ReplicaShape, nodes: Sequence[str], infos: Mapping[str, NodeInfo]) -> float:
+    speedup_fn = shape.speedup_at(network_level(nodes, infos))
+    value = speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
     return float(np.asarray(value).reshape(-1)[0])
 
 
-def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str]) -> str:
+def _spell_speedup(shape: ReplicaShape, nodes: Sequence[str], infos: Mapping[str, NodeInfo]) -> str:
     guessed = "" if shape.speedup_fn is not linear_speedup else " (assumed, not measured yet)"
-    return f"speedup {_speedup(shape, nodes):.2f}{guessed}"
+    return f"speedup {_speedup(shape, nodes, infos):.2f}{guessed}"
 
 
 def _spell_allocation(info: JobInfo, shape: ReplicaShape, nodes: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from pipollux_policies import (
     Contention,
     NodeInfo,
 )
+from pipollux_policies.allocations.allocation import network_level
 from pipollux_policies.teams.team import Teams
 from pipollux_sched.lifecycle import JobState, Phase
 from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
@@ -159,7 +160,11 @@ class SnapshotReader:
         }
         return Snapshot(
             # Pinned without nodes: it is stopping, and becomes a candidate when it has stopped.
-            tuple(job for job in candidates if job.allocation or not job.pinned),
+            tuple(
+                replace(job, network_level=network_level(job.allocation, nodes))
+                for job in candidates
+                if job.allocation or not job.pinned
+            ),
             nodes,
             frozenset(node for job in jobs for node in job.state.nodes_in_use),
             None if teams is None else teams.for_policy(),

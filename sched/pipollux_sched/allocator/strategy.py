@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from pipollux_policies import Allocation, JobInfo, NodeInfo, Policy, shape_of
+from pipollux_policies.allocations.allocation import network_level
 
 from .inherited_hints import WarmStart
 from .job_infos import free_resources, including, node_template, preferring, shape_with
@@ -34,13 +35,16 @@ class SchedulableJob:
     warm_start: WarmStart | None = None
     """Inherited hints, if it has measured nothing itself."""
     message: str = ""
+    network_level: int = 1
+    """Level of the network at which the nodes of its allocation meet."""
 
     @property
     def held(self) -> Allocation:
         """The current allocation in the form for policies."""
         if not self.allocation:
             return Allocation()
-        return Allocation(self.allocation, shape_with(self.info, self.num_stages))
+        shape = shape_with(self.info, self.num_stages)
+        return Allocation(self.allocation, shape, self.network_level)
 
     def given(self, answer: Sequence[str], nodes: Nodes) -> SchedulableJob:
         """Return the job with the allocation that a strategy decided.
@@ -55,7 +59,13 @@ class SchedulableJob:
             return replace(self, allocation=())
         shape = shape_with(self.info, told) if told else shape_of(self.info, answer, nodes)
         info = including(self.info, shape)
-        return replace(self, info=info, allocation=tuple(answer), num_stages=shape.num_stages)
+        return replace(
+            self,
+            info=info,
+            allocation=tuple(answer),
+            num_stages=shape.num_stages,
+            network_level=network_level(answer, nodes),
+        )
 
 
 class Strategy(Protocol):
@@ -82,7 +92,7 @@ class PolicyStrategy:
         answer = self.policy.allocate_job(info, free)
         if not answer or isinstance(answer, Allocation):
             return answer
-        return Allocation(answer, shape_of(info, answer, free))
+        return Allocation(answer, shape_of(info, answer, free), network_level(answer, free))
 
     def optimize(
         self, candidates: Sequence[SchedulableJob], nodes: Nodes
@@ -155,7 +165,7 @@ def even_part(job: SchedulableJob, given: Sequence[str]) -> Sequence[str]:
             nodes.append(node)
     if len(nodes) < job.info.least_replicas:
         return ()
-    return Allocation(nodes, given.shape) if isinstance(given, Allocation) else nodes
+    return Allocation(nodes, given.shape, given.level) if isinstance(given, Allocation) else nodes
 
 
 def jobs_of(candidates: Sequence[SchedulableJob]) -> dict[str, JobInfo]:

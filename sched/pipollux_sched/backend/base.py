@@ -11,7 +11,7 @@ failed with `ClusterUnavailableError` until it succeeds or times out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Protocol, Self
 
+from pipollux_policies import NodeInfo
+from pipollux_policies.jobs.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
@@ -139,6 +141,8 @@ class Launch:
     num_servers: int = 0
     """Servers for push and pull beside replicas 0, 1, …; each replica is then a job of its own
     group, and all meet at the servers."""
+    network_level: int = 1
+    """The level of the network at which its nodes meet (`Topology`)."""
 
     @cached_property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -171,6 +175,10 @@ class Launch:
         """Return the launch with further replicas."""
         return replace(self, assignments={**self.assignments, **assignments})
 
+    def at_level(self, nodes: Mapping[str, Node]) -> Self:
+        """Return the launch with the network level of its nodes by their present labels."""
+        return replace(self, network_level=network_level(nodes, self.nodes))
+
     def without(self, replicas: Collection[int]) -> Self:
         """Return the launch without some replicas."""
         left = {
@@ -193,6 +201,7 @@ class Launch:
             "checkpoints": self.checkpoints,
             "elastic": self.elastic,
             "num_servers": self.num_servers,
+            "network_level": self.network_level,
         }
 
     @classmethod
@@ -213,6 +222,7 @@ class Launch:
             checkpoints=str(data["checkpoints"]),
             elastic=bool(data["elastic"]),
             num_servers=int(data.get("num_servers", 0)),  # earlier versions had none
+            network_level=int(data.get("network_level", 1)),
         )
 
 
@@ -299,6 +309,13 @@ class SlotDevice:
     memory_total: int | None = None
     problem: str = ""
     """Why nothing must be started on it; empty: it is healthy and unused by others."""
+
+
+def network_level(nodes: Mapping[str, Node], names: Iterable[str]) -> int:
+    """Return the level at which some nodes meet, 1 for one node; missing nodes do not count."""
+    there = [nodes[name].spec for name in dict.fromkeys(names) if name in nodes]
+    infos = [NodeInfo({}, topology=tuple(spec.topology.values())) for spec in there]
+    return build_topology(infos).level(range(len(infos)))
 
 
 class JobActions(Protocol):

@@ -106,7 +106,7 @@ class ReplicaGroup:
     def join(self, program: ReplicaProgram, assignments: Mapping[int, SlotAssignment]) -> None:
         """Start joining replicas on these slots, by id."""
         self._program = program
-        self.launch = self.launch.having(assignments)
+        self.launch = self.launch.having(assignments).at_level(self._engine.nodes())
         keys = set(map(self.launch.key, assignments))
         self._joining |= keys
         self._to_start |= keys

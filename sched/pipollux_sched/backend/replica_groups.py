@@ -388,7 +388,7 @@ class ReplicaGroupManager:
         if assignments is None:
             return
         try:
-            launch = running.launch.having(assignments)
+            launch = running.launch.having(assignments).at_level(self._engine.nodes())
             self._launches.note_launch(job, launch.attempt, launch.to_json_object())
         except BaseException:  # whatever the error, release the slots
             self._ledger.release(job, replicas)
@@ -413,7 +413,7 @@ class ReplicaGroupManager:
                 checkpoints=self._engine.checkpoints(program),
                 elastic=self._engine.grows and program.can_grow,
                 num_servers=min(program.servers, len(assignments)),
-            )
+            ).at_level(self._engine.nodes())
             self._launches.note_launch(job, attempt, launch.to_json_object())
         except BackendError as error:
             self._ledger.release(job)

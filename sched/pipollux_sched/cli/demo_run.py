@@ -167,5 +167,5 @@ def with_gpus(cluster: ClusterSpec) -> ClusterSpec:
     """Return the cluster with a GPU per slot if this machine has enough GPUs, else unchanged."""
     if count_gpus() < sum(node.slots for node in cluster.nodes):
         return cluster
-    nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.nodes]
+    nodes = [node.model_copy(update={"kind": "gpu"}) for node in cluster.placed_nodes]
     return cluster.model_copy(update={"nodes": nodes})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipollux_sched.views.explanation import Alternative, ExplanationView
+from pipollux_sched.views.explanation import Alternative, ExplanationView, NetworkCost
 from pipollux_utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 
 from .console import TextFormat, print_data, print_result
@@ -60,6 +61,8 @@ def explanation_text(found: ExplanationView) -> RenderableType:
     if found.more is not None:
         title = "Alternatives"
         parts += [Text(), Text(title, style="bold"), _inset(_alternatives(found))]
+    if network := list(_network(found.network)):
+        parts += [Text(), Text("Network", style="bold"), _inset(Text("\n".join(network)))]
     if found.limits:
         lines = "\n".join(clean(limit.text) for limit in found.limits)
         parts += [Text(), Text("Limits", style="bold"), _inset(Text(lines))]
@@ -102,6 +105,23 @@ def _changes(found: ExplanationView) -> Iterator[str]:
             "A change would be an elastic resize: replicas join and leave while the others train, "
             "if one replica stays where it is and the number of stages stays the same."
         )
+
+
+def _network(costs: Sequence[NetworkCost]) -> Iterator[str]:
+    """Describe what each level of the network costs compared with the next lower one."""
+    for near, far in pairwise(costs):
+        size = f"{count(near.num_replicas, 'replica')} on {count(near.num_nodes, 'node')}"
+        place = f"one {clean(near.within)}"
+        several = f"several {clean(near.within)}s"
+        now = " (now)" if near.here else ""
+        then = " (now)" if far.here else ""
+        if not near.speedup > far.speedup * (1 + 1e-9):
+            yield f"{size}: {place}{now} is predicted to be no faster than {several}{then}."
+        elif far.speedup <= 0:
+            yield f"{size}: only {place}{now} allows them a batch size, {several}{then} do not."
+        else:
+            ratio = near.speedup / far.speedup
+            yield (f"{size}: {place}{now} gives {ratio:.2f} times the goodput of {several}{then}.")
 
 
 def _planned_by(predecessor: str) -> str:

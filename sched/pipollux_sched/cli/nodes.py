@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ CONDITION_STYLES = {NodeCondition.DRAINING: "yellow", NodeCondition.DEAD: "red"}
 
 
 def nodes(output: TableOutput = OutputFormat.table, state_dir: StateDirectory = None) -> None:
-    """List nodes: slots, the jobs that hold them, condition.
+    """List nodes: network domains, slots, the jobs that hold them, condition.
 
     Without a running scheduler, nodes shows the last recorded state.
     """
@@ -147,7 +147,9 @@ def node_table(found: Sequence[NodeView]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for header in ("Node", "Kind", "Slots", "Free", "Used by", "Condition", "Since", "Reason"):
+    levels = node_levels(found)
+    headers = ("Node", "Kind", *levels, "Slots", "Free", "Used by", "Condition", "Since", "Reason")
+    for header in headers:
         number = header in {"Slots", "Free"}
         table.add_column(
             header,
@@ -159,6 +161,7 @@ def node_table(found: Sequence[NodeView]) -> Table:
         table.add_row(
             node.name,
             node.kind,
+            *(Text(topology_of(node).get(level) or DASH) for level in levels),
             str(node.slots),
             str(node.free),
             Text(_spell_users(node.jobs)),
@@ -167,6 +170,20 @@ def node_table(found: Sequence[NodeView]) -> Table:
             Text(clean(node.full_reason) or DASH),
         )
     return table
+
+
+def node_levels(found: Sequence[NodeView]) -> list[str]:
+    """Return the levels of the network at which any node has a domain, the widest first."""
+    named = [level for node in found for level, domain in topology_of(node).items() if domain]
+    order = [level for node in found for level in topology_of(node)]
+    return [level for level in dict.fromkeys(order) if level in named]
+
+
+def topology_of(node: NodeView) -> Mapping[str, str]:
+    """Return the domains of a node by level; empty if it is not known."""
+    spec: Mapping[str, Any] = getattr(node, "spec", {})
+    topology: Mapping[str, str] = spec.get("topology") or {}
+    return topology
 
 
 def _spell_users(jobs: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
+from pipollux_perfmodel.timing.params import MAX_LEVELS
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions, PodSecurity
 
 from .option_group import flag_of, text_option
@@ -59,6 +60,16 @@ class KubernetesFlags:
             "LABEL=VALUE",
             "Use only nodes with this label; may be repeated.",
             "all nodes with devices",
+        ),
+    ] = None
+    topology_labels: Annotated[
+        list[str] | None,
+        text_option(
+            "--topology-label",
+            "LABEL",
+            "Node label with a domain of the network, such as the zone, block or rack; may be "
+            "repeated, from the widest level to the narrowest.",
+            "topology.kubernetes.io/zone",
         ),
     ] = None
     tolerations: Annotated[
@@ -197,6 +208,8 @@ def kubernetes_options(backend: str, given: KubernetesFlags) -> KubernetesOption
         named["node_selector"] = _selector(named["node_selector"])
     if "service_accounts" in named:
         named["service_accounts"] = tuple(named["service_accounts"])
+    if "topology_labels" in named:
+        named["topology_labels"] = _topology(named["topology_labels"])
     if "tolerations" in named:
         named["tolerations"] = tuple(map(_toleration, named["tolerations"]))
     return KubernetesOptions(**named)
@@ -212,6 +225,17 @@ def _selector(texts: Sequence[str]) -> dict[str, str]:
             )
         found[label] = value
     return found
+
+
+def _topology(labels: Sequence[str]) -> tuple[str, ...]:
+    wrong = next((label for label in labels if not label or "=" in label), None)
+    if wrong is not None or len(set(labels)) < len(labels) or len(labels) >= MAX_LEVELS:
+        raise typer.BadParameter(
+            f"{' '.join(labels)!r} must be keys of labels, each once and at most {MAX_LEVELS - 1}, "
+            "such as topology.kubernetes.io/zone",
+            param_hint="'--topology-label'",
+        )
+    return tuple(labels)
 
 
 def _toleration(text: str) -> dict[str, str]:

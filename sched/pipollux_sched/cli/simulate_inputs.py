@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipollux_simulator.applications.trace_model import Fit
     from pipollux_simulator.workload.generate import Mix
 
+_LEVEL = re.compile(r"(?P<name>[^=]+)=(?P<nodes>[0-9]{1,6})x(?P<slower>[0-9]{1,6}(\.[0-9]{1,6})?)")
 _NODE_TYPE = re.compile(r"(?P<type>[^=]+)=(?P<count>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)")
 
 
@@ -120,7 +121,14 @@ def _nodes(cluster: SimulatedClusterFlags, history: SchedulerHistory | None) -> 
                 "--nodes nor --gpus nor --node-type"
             )
         number, gpus = cluster.nodes or 16, cluster.gpus or 4
-        return cluster_nodes(number, gpus, cluster.node_type or (), preemptible=cluster.spot)
+        domains = [domain for domain, _ in parse_levels(cluster.level or ())]
+        types, spot = cluster.node_type or (), cluster.spot
+        return cluster_nodes(number, gpus, types, preemptible=spot, domains=domains)
+    if cluster.level:
+        raise ValueError(
+            "--level: the nodes of a history have the levels of their cluster; leave it out, or "
+            "give --nodes"
+        )
     nodes = past_nodes(history, cluster.add_nodes)
     if not cluster.spot:
         return nodes
@@ -155,6 +163,7 @@ def _options(
         inherit_models=usual.inherits if inherits is None else inherits,
         decides_at=_decides_at(cluster, history),
         teams=teams,
+        slowdowns=tuple(slower for _, slower in parse_levels(cluster.level or ())),
     )
 
 
@@ -248,7 +257,12 @@ def policy_names(text: str) -> list[str]:
 
 
 def cluster_nodes(
-    number: int, gpus: int, node_types: Sequence[str], *, preemptible: bool
+    number: int,
+    gpus: int,
+    node_types: Sequence[str],
+    *,
+    preemptible: bool,
+    domains: Sequence[int] = (),
 ) -> dict[str, NodeInfo]:
     """Return nodes of one kind, or those of `TYPE=COUNTxGPUS`; raise ValueError if invalid."""
     from pipollux_simulator import make_nodes
@@ -261,7 +275,31 @@ def cluster_nodes(
         if found["type"] in counts:
             raise ValueError(f"--node-type: {found['type']} comes twice; give each type once")
         counts[found["type"]] = int(found["count"]), int(found["gpus"])
-    return make_nodes(counts or {"": (number, gpus)}, preemptible=preemptible)
+    kinds = counts or {"": (number, gpus)}
+    return make_nodes(kinds, preemptible=preemptible, domains=domains)
+
+
+def parse_levels(texts: Sequence[str]) -> list[tuple[int, float]]:
+    """Return nodes per domain and slowdown of `NAME=NODESxSLOWER`; raise ValueError if invalid."""
+    found: list[tuple[int, float]] = []
+    for text in texts:
+        level = _LEVEL.fullmatch(text)
+        if level is None:
+            raise ValueError(f"--level: {text!r} must be NAME=NODESxSLOWER, such as rack=4x3")
+        nodes, slower = int(level["nodes"]), float(level["slower"])
+        below, less = found[-1] if found else (1, 1.0)
+        if nodes < 1 or nodes % below:
+            raise ValueError(
+                f"--level: {text!r} must have whole domains of the level before, so a multiple of "
+                f"{below} nodes"
+            )
+        if slower < less:
+            raise ValueError(
+                f"--level: {text!r} must not be faster than the level before; give at least "
+                f"{less:g}"
+            )
+        found.append((nodes, slower))
+    return found
 
 
 def read_workloads(paths: Sequence[Path], load: float, first: int | None) -> list[Workload]:

@@ -56,6 +56,15 @@ class SimulatedClusterFlags:
             help="Nodes of one GPU type, instead of --nodes and --gpus; may be repeated.",
         ),
     ] = None
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=NODESxSLOWER",
+            help="A network level between nodes, the narrowest first: NODES nodes per domain, and "
+            "how many times slower gradients are synchronized between domains, as in rack=4x3; "
+            "may be repeated.",
+        ),
+    ] = None
     add_nodes: Annotated[
         int,
         typer.Option(

@@ -51,6 +51,7 @@ from .deletion import DeletedJob, JobDeletion
 from .event_loop_monitor import EventLoopMonitor
 from .executor import Executor
 from .heartbeats import Heartbeats
+from .network_levels import NetworkLevels
 from .resize_board import ReplicaAnswer, ResizeBoard
 from .search import why_no_optuna
 
@@ -96,6 +97,7 @@ class JobService:
         self.listening = EventLoopMonitor()
         self.heartbeats = Heartbeats(self.listening)
         self._board = ResizeBoard()
+        self.levels = NetworkLevels()
 
     def submit(self, spec: JobSpec) -> JobRecord:
         """Accept a job; it starts as soon as slots are free.

@@ -82,7 +82,12 @@ class Controller:
         check = self.control.notifications.check_teams
         self._teams = None if teams is None else TeamsFile(teams, store, reconsider, check)
         self._node_watch = NodeWatch(
-            store, backend, self.executor.handle, settings=plan_settings, reconsider=reconsider
+            store,
+            backend,
+            self.executor.handle,
+            settings=plan_settings,
+            reconsider=reconsider,
+            listed=self.control.levels.update,
         )
 
     @property

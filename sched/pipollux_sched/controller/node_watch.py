@@ -26,6 +26,7 @@ class NodeWatch:
     Args:
         settings: further data of the event that lists the nodes: policy, restart_seconds.
         reconsider: called when the allocator has something new to decide on.
+        listed: called with the nodes whenever they have changed.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class NodeWatch:
         settings: Mapping[str, Any],
         reconsider: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        listed: Callable[[Mapping[str, Node]], None] = lambda _nodes: None,
     ) -> None:
         self._store = store
         self._backend = backend
         self._handle = handle
         self._settings = dict(settings)
-        self._reconsider = reconsider
+        self._reconsider, self._nodes_listed = reconsider, listed
         self._mark = f"{backend.name}: "
         self._listed: dict[str, Any] | None = None
         self._seen: Mapping[str, Node] | None = None
@@ -56,6 +58,7 @@ class NodeWatch:
         """Store the changes since the last call; move jobs off lost nodes; retry failures."""
         nodes = self._backend.nodes()
         if nodes != self._seen:
+            self._nodes_listed(nodes)
             self._write(nodes)
             self._seen = nodes
         self._keep_devices()

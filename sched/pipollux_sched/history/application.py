@@ -48,7 +48,7 @@ class HistoryApplication:
         unknown = not sum(hints.grad_params) > 0
         self._gradients = GradParams(1.0, 0.0) if unknown else hints.grad_params
         self._num_microbatches = hints.num_microbatches
-        self._configurations: dict[tuple[int, tuple[int, ...], str], RunningJob] = {}
+        self._configurations: dict[tuple[int, tuple[int, ...], str, int], RunningJob] = {}
         self._times: dict[RunningJob, TrueStepTimes] = {}
         self._most_replicas: int | None = None
 
@@ -60,7 +60,7 @@ class HistoryApplication:
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return the step times that the job's own model predicts, at its pace."""
         if running not in self._times:
-            found = self.speedups[running.num_stages].goodput_fn.step_time(
+            found = self._speedup(running).goodput_fn.step_time(
                 running.num_nodes,
                 running.num_replicas,
                 running.atomic_bsz,
@@ -74,7 +74,7 @@ class HistoryApplication:
     def goodput(self, running: RunningJob) -> float:
         """Return the goodput in samples of the initial batch size, by the job's own model."""
         return float(
-            self.speedups[running.num_stages].goodput_fn.evaluate(
+            self._speedup(running).goodput_fn.evaluate(
                 running.num_nodes,
                 running.num_replicas,
                 running.atomic_bsz,
@@ -82,6 +82,9 @@ class HistoryApplication:
                 running.num_microbatches,
             )
         )
+
+    def _speedup(self, running: RunningJob) -> SpeedupFunction:
+        return self.speedups[running.num_stages].at_level(running.level)
 
     def gradients(self, batch_size: int, epoch: int) -> GradParams:  # noqa: ARG002  # the protocol's: only the last ones are known
         """Return the last reported squared norm and variance of the gradients."""
@@ -108,12 +111,13 @@ class HistoryApplication:
         return HistoryJobModel(self, known=batch_size is not None)
 
     def configure(
-        self, num_stages: int, placement: Sequence[int], gpu_type: str = ""
+        self, num_stages: int, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
         """Return how the job runs on an allocation: at its best batch size."""
-        key = num_stages, tuple(placement), gpu_type
+        key = num_stages, tuple(placement), gpu_type, level
         if key not in self._configurations:
-            best = self.speedups[num_stages].configuration(len(placement), sum(placement))
+            speedup_fn = self.speedups[num_stages].at_level(level)
+            best = speedup_fn.configuration(len(placement), sum(placement))
             # If no batch is within its bounds, divide the initial one.
             atomic_bsz = best.atomic_bsz or math.ceil(self.init_batch_size / sum(placement))
             self._configurations[key] = RunningJob(
@@ -123,6 +127,7 @@ class HistoryApplication:
                 atomic_bsz=atomic_bsz,
                 accum_steps=best.accum_steps if best.atomic_bsz else 0,
                 gpu_type=gpu_type,
+                level=level,
             )
         return self._configurations[key]
 
@@ -153,10 +158,10 @@ class HistoryJobModel:
         return tuple(self._shape(stages, fn) for stages, fn in app.speedups.items())
 
     def configure(
-        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
         """Choose micro-batches, batch size and accumulation steps for an allocation."""
-        return self._app.configure(shape.num_stages, placement, gpu_type)
+        return self._app.configure(shape.num_stages, placement, gpu_type, level)
 
     def goodput(self, running: RunningJob) -> float:
         """Return the goodput in samples of the initial batch size per second."""

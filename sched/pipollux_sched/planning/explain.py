@@ -22,9 +22,11 @@ from pipollux_policies import (
     JobInfo,
     NodeInfo,
     ReplicaShape,
+    SpeedupCallable,
     fair_standings,
     shape_of,
 )
+from pipollux_policies.allocations.allocation import network_level
 from pipollux_policies.teams.ledger import why_no_more
 from pipollux_sched.allocator.decide import others_of
 from pipollux_sched.allocator.inherited_hints import WarmStart
@@ -37,13 +39,14 @@ from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.views.changes import change_under_way
-from pipollux_sched.views.cluster import serving_options
+from pipollux_sched.views.cluster import node_levels, serving_options
 from pipollux_sched.views.devices import problems
 from pipollux_sched.views.explanation import (
     Alternative,
     ExplanationView,
     Limit,
     LimitKind,
+    NetworkCost,
     NextChange,
 )
 from pipollux_sched.views.forecasts import job_forecast
@@ -84,6 +87,7 @@ class Standing:
     """What a job without slots waits for; None for a job with slots."""
     planned_by: str | None = None
     """The job whose hints it inherits; None: it has its own, or none."""
+    network: tuple[NetworkCost, ...] = ()
 
 
 def explanation(store: Store, job: JobRecord) -> ExplanationView:
@@ -112,6 +116,7 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         planned_by=found.planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
         synchronization=_synchronization(store.hints().get(job.name), nodes),
+        network=list(found.network),
     )
 
 
@@ -180,7 +185,8 @@ def _standing_of(store: Store, job: JobRecord) -> Standing:
     found = standing(candidate, state.nodes, free, bounds, pin, others_of(state.candidates))
     promise = fair_limit(candidate, state, serving_options(store).get("fairness"))
     limits = found.limits if promise is None else (*found.limits, promise)
-    found = replace(found, limits=limits, planned_by=before)
+    network = tuple(network_costs(candidate, state.nodes, node_levels(store.nodes().values())))
+    found = replace(found, limits=limits, planned_by=before, network=network)
     return _within_team(found, state, job.name)
 
 
@@ -224,9 +230,9 @@ def standing(
         return Standing(None, None, None, None, tuple(_told(pin)), waits)
     shape = held.shape
     more = _more(job.allocation, shape, nodes, free)
-    fewer = _fewer(job.allocation, shape)
+    fewer = _fewer(job.allocation, shape, nodes)
     limits = _limits(job, nodes, bounds, more, fewer, pin)
-    speedup, batch_size = _worth(shape, job.allocation)
+    speedup, batch_size = _worth(shape, job.allocation, nodes)
     return Standing(speedup, batch_size, more, fewer, tuple(limits), None)
 
 
@@ -274,7 +280,7 @@ def _limits(
     if draining:
         stays = "; it ends there, as it is not preemptible" if not job.info.preemptible else ""
         yield Limit(LimitKind.DRAINING, f"{', '.join(draining)} drains{stays}.")
-    yield from _upward(job.info, bounds, has, more, _worth_of(job), pin)
+    yield from _upward(job.info, bounds, has, more, _worth_of(job, nodes), pin)
     if fewer is not None and has <= job.info.min_replicas:
         yield Limit(
             LimitKind.MIN_REPLICAS,
@@ -346,39 +352,68 @@ def _more(
     for places, fits in ((roomy, True), (able, False)):
         if places:
             node = max(places, key=lambda name: (nodes_now.count(name), name))
-            return _alternative((*nodes_now, node), shape, fits=fits)
+            return _alternative((*nodes_now, node), shape, nodes, fits=fits)
     return Alternative((), len(nodes_now) + 1, None, None, fits=False)
 
 
-def _fewer(nodes_now: Sequence[str], shape: ReplicaShape) -> Alternative | None:
+def _fewer(
+    nodes_now: Sequence[str], shape: ReplicaShape, infos: Mapping[str, NodeInfo]
+) -> Alternative | None:
     """Return the job without one replica, on the node with the fewest of them."""
     if len(nodes_now) <= 1:
         return None
     counts = Counter(nodes_now)
     left = list(nodes_now)
     left.remove(min(counts, key=lambda name: (counts[name], name)))
-    return _alternative(tuple(left), shape, fits=True)
+    return _alternative(tuple(left), shape, infos, fits=True)
 
 
-def _alternative(nodes: tuple[str, ...], shape: ReplicaShape, *, fits: bool) -> Alternative:
-    speedup, batch_size = _worth(shape, nodes)
+def _alternative(
+    nodes: tuple[str, ...], shape: ReplicaShape, infos: Mapping[str, NodeInfo], *, fits: bool
+) -> Alternative:
+    speedup, batch_size = _worth(shape, nodes, infos)
     return Alternative(nodes, len(nodes), speedup, batch_size, fits)
 
 
-def _worth_of(job: SchedulableJob) -> float | None:
+def _worth_of(job: SchedulableJob, infos: Mapping[str, NodeInfo]) -> float | None:
     shape = job.held.shape
-    return None if shape is None else _worth(shape, job.allocation)[0]
+    return None if shape is None else _worth(shape, job.allocation, infos)[0]
 
 
-def _worth(shape: ReplicaShape, nodes: Sequence[str]) -> tuple[float | None, int | None]:
+def _worth(
+    shape: ReplicaShape, nodes: Sequence[str], infos: Mapping[str, NodeInfo]
+) -> tuple[float | None, int | None]:
     """Return the speedup and batch size that the job's model predicts; None without a model."""
-    if shape.speedup_fn is linear_speedup:
+    speedup_fn = shape.speedup_at(network_level(nodes, infos))
+    if speedup_fn is linear_speedup:
         return None, None
-    value = shape.speedup_fn(np.array([len(set(nodes))]), np.array([len(nodes)]))
-    speedup = float(np.asarray(value).reshape(-1)[0])
-    choose = getattr(shape.speedup_fn, "configuration", None)
+    speedup = _speedup(speedup_fn, len(set(nodes)), len(nodes))
+    choose = getattr(speedup_fn, "configuration", None)
     size = choose(len(set(nodes)), len(nodes)).batch_size if choose else None
     return (speedup if math.isfinite(speedup) else None), size or None
+
+
+def _speedup(speedup_fn: SpeedupCallable, num_nodes: int, num_replicas: int) -> float:
+    value = speedup_fn(np.array([num_nodes]), np.array([num_replicas]))
+    return float(np.asarray(value).reshape(-1)[0])
+
+
+def network_costs(
+    job: SchedulableJob, nodes: Mapping[str, NodeInfo], levels: Sequence[str]
+) -> Iterator[NetworkCost]:
+    """Yield what each level of the network costs a job in its present size, the narrowest first, on
+    at least two nodes. `levels` are their names, the widest first.
+    """
+    held = job.held
+    if held.shape is None or len(held) < 2 or held.shape.speedup_fn is linear_speedup:
+        return
+    there, num_nodes = set(held), max(len(set(held)), 2)
+    names = [*reversed(levels), "cluster"]
+    for level, name in enumerate(names, start=1):
+        found = _speedup(held.shape.speedup_at(level), num_nodes, len(held))
+        if math.isfinite(found):
+            here = len(there) > 1 and network_level(held, nodes) == level
+            yield NetworkCost(level, name, num_nodes, len(held), found, here)
 
 
 def _measured(hints: Mapping[str, Any] | None, spec: JobSpec, warm_start: WarmStart | None) -> int:

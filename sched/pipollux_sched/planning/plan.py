@@ -18,6 +18,7 @@ from pipollux_policies import (
     make_policy,
     shape_of,
 )
+from pipollux_policies.allocations.allocation import network_level
 from pipollux_sched.allocator.job_infos import (
     free_resources,
     job_info,
@@ -106,7 +107,7 @@ def plan(
     sweep = next((job.name for job in jobs if job.sweep is not None), None)
     if sweep is not None:
         raise PlanError(f"job '{sweep}' is a sweep, whose trials have no plan; submit it instead")
-    nodes = {node.name: node_info(node) for node in cluster.nodes}
+    nodes = {node.name: node_info(node) for node in cluster.placed_nodes}
     infos = {
         job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number), nodes=nodes)
         for number, job in enumerate(jobs)
@@ -131,7 +132,7 @@ def plan(
         ),
         nodes=tuple(
             NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
-            for node in cluster.nodes
+            for node in cluster.placed_nodes
         ),
         desired_nodes=_advised_nodes(policy, infos, nodes, allocations),
     )
@@ -157,7 +158,7 @@ def _assignment(
     free: Mapping[str, Mapping[str, int]],
 ) -> PlannedJob:
     shape = shape_of(info, allocation, nodes)
-    given = Allocation(allocation, shape)
+    given = Allocation(allocation, shape, network_level(allocation, nodes))
     config = given.configuration
     return PlannedJob(
         job=job.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
@@ -82,25 +82,40 @@ def inheritance_answer(relatives: Sequence[Predecessor]) -> InheritanceAnswer:
     return InheritanceAnswer(predecessor=before, relatives=told, step_profile=profile)
 
 
-def heartbeat_answer(state: JobState, answer: ReplicaAnswer) -> HeartbeatAnswer:
-    """Return the answer to a replica of a job."""
+def heartbeat_answer(
+    state: JobState,
+    answer: ReplicaAnswer,
+    level_of: Callable[[tuple[str, ...]], int | None] = lambda _nodes: None,
+) -> HeartbeatAnswer:
+    """Return the answer to a replica of a job; `level_of` has the network level of nodes."""
     membership, change, place = state.membership, state.membership.change, answer.place
     proposal = announcement = None
     if change is not None and answer.forming:
-        proposal = MembershipProposal(**_membership(change.number, change.replicas, change.nodes))
+        level = level_of(change.nodes)
+        proposal = MembershipProposal(
+            **_membership(change.number, change.replicas, change.nodes, level)
+        )
+    level = level_of(state.running_on)
     if place is not None:
-        now = _membership(membership.number, membership.replicas, state.running_on)
+        now = _membership(membership.number, membership.replicas, state.running_on, level)
         where = (place.epoch, place.loop)
         balance, schedule = place.balance, place.schedule
         announcement = JobAnnouncement(**now, place=where, balance=balance, schedule=schedule)
     store = answer.store
     return HeartbeatAnswer(
-        again=answer.again, proposal=proposal, announcement=announcement, store=store
+        again=answer.again,
+        proposal=proposal,
+        announcement=announcement,
+        store=store,
+        network_level=level,
     )
 
 
 # All joining replicas of a job get the same answer, and there may be thousands.
 @lru_cache(maxsize=128)
-def _membership(number: int, replicas: tuple[int, ...], nodes: tuple[str, ...]) -> dict[str, Any]:
+def _membership(
+    number: int, replicas: tuple[int, ...], nodes: tuple[str, ...], level: int | None
+) -> dict[str, Any]:
     ids = tuple(str(replica) for replica in replicas)
-    return {"number": number, "replicas": ids, "num_nodes": len(set(nodes))}
+    found = {"number": number, "replicas": ids, "num_nodes": len(set(nodes))}
+    return found if level is None else {**found, "network_level": level}

@@ -7,7 +7,8 @@ value, and the allowed values (`SpecError`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -23,6 +24,7 @@ from pydantic import (
 )
 
 from pipollux_perfmodel import SchedHints
+from pipollux_perfmodel.timing.params import MAX_LEVELS
 from pipollux_sched.utils.yaml_file import SpecError, YamlFile, parse_yaml, read_yaml_file
 from pipollux_utils.units import parse_bytes, parse_duration
 from pipollux_utils.validation import problem_at, problems
@@ -54,6 +56,8 @@ should not hold its slots for days."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NODE_NAME_LENGTH = 253
 """Largest length of a full host name."""
+_LABEL_LENGTH = 317
+"""Largest length of a key of a label of Kubernetes: a DNS name, a slash and 63 characters."""
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
@@ -109,6 +113,7 @@ __all__ = [
     "load_cluster",
     "load_jobs",
     "parse_job",
+    "with_levels",
 ]
 
 
@@ -129,7 +134,24 @@ def _check_gpu_type(text: str) -> str:
     return text
 
 
+def _check_level(name: str) -> str:
+    if not name.strip():
+        raise ValueError("an empty text is not the name of a level; give one such as rack")
+    return _check_domain(name)
+
+
+def _check_domain(name: str) -> str:
+    if len(name) > _LABEL_LENGTH or not name.isprintable():
+        raise ValueError(
+            f"'{name[:20]}' is not a name for the network; use up to {_LABEL_LENGTH} printable "
+            "characters"
+        )
+    return name
+
+
 NodeName = Annotated[str, AfterValidator(_check_node_name)]
+LevelName = Annotated[str, AfterValidator(_check_level), schema_bounds(_LABEL_LENGTH)]
+DomainName = Annotated[str, AfterValidator(_check_domain), schema_bounds(_LABEL_LENGTH)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 Duration = Annotated[
     float | None, BeforeValidator(parse_duration, json_schema_input_type=float | str | None)
@@ -181,6 +203,10 @@ class NodeSpec(Spec):
     single_stage: bool = Field(default=False, description="true or false")
     """Whether replicas with several stages cannot run on the node: its slots are MIG slices, and a
     process sees one of them. The local backend finds this out itself."""
+    topology: dict[LevelName, DomainName] = Field(
+        default={}, description="a mapping such as {zone: a, rack: r1}"
+    )
+    """Its domain at each of the cluster's `levels`; a missing one: unknown."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -242,6 +268,11 @@ class ClusterSpec(Spec):
 
     nodes: List[NodeSpec] = Field(description="a list of nodes")
     """The nodes; at least one. Those of `cpu_slots` are added."""
+    levels: List[LevelName] = Field(
+        default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
+    )
+    """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
+    name in different wider domains differ. None: all nodes are equally close."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -254,9 +285,38 @@ class ClusterSpec(Spec):
                     f"they form a node '{node.parts()[1].name}', which there is already; "
                     "rename one of them",
                 )
+        twice = [level for level, times in Counter(self.levels).items() if times > 1]
+        if twice:
+            raise problem_at(("levels",), f"names '{twice[0]}' twice; name each level once")
+        for number, node in enumerate(self.nodes):
+            for level in sorted(node.topology.keys() - set(self.levels)):
+                known = f"those are {', '.join(self.levels)}" if self.levels else "there are none"
+                raise problem_at(
+                    ("nodes", number, "topology", level),
+                    f"is not one of the cluster's levels; {known}, so give it in levels, as in "
+                    "levels: [zone, rack]",
+                )
         parts = tuple(part for node in self.nodes for part in node.parts())
         object.__setattr__(self, "nodes", parts)
         return self
+
+    @property
+    def placed_nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes, with an entry in their topology for every level that any node has."""
+        return tuple(with_levels(self.nodes, self.levels))
+
+
+def with_levels(nodes: Sequence[NodeSpec], levels: Iterable[str]) -> list[NodeSpec]:
+    """Return all nodes of a cluster with the same levels in their topology, the widest first; empty
+    texts where a node has no domain. Levels at which no node has a domain are left out.
+    """
+    used = [level for level in levels if any(node.topology.get(level) for node in nodes)]
+    return [
+        node.model_copy(
+            update={"topology": {level: node.topology.get(level, "") for level in used}}
+        )
+        for node in nodes
+    ]
 
 
 class ResourceSpec(Spec):

@@ -53,6 +53,14 @@ def list_nodes(store: Store) -> list[NodeDetails]:
     ]
 
 
+def node_levels(nodes: Iterable[NodeRecord]) -> list[str]:
+    """Return the levels of the network at which any node has a domain, the widest first."""
+    topologies = [node.spec.get("topology") or {} for node in nodes]
+    named = {level for one in topologies for level, domain in one.items() if domain}
+    every = dict.fromkeys(level for one in topologies for level in one)
+    return [level for level in every if level in named]
+
+
 def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
     """Return an overview of the cluster, with a page of jobs and the newest events."""
     now, last_event = time.time(), store.last_event()  # first: clients continue from this event

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+
 from pipollux_sched.lifecycle import Intent, Phase
 
 from .models import ForecastView, View
@@ -64,6 +66,21 @@ class NextChange:
     """The reason that it would be a restart."""
 
 
+@dataclass(frozen=True)
+class NetworkCost:
+    """The speedup of a job's present number of replicas if their nodes meet at a network level."""
+
+    level: int
+    """1: the lowest above the node."""
+    within: str
+    """Name of the level, such as rack; `cluster` for the highest."""
+    num_nodes: int
+    num_replicas: int
+    speedup: float
+    here: bool
+    """Whether the job's nodes meet at this level."""
+
+
 class ExplanationView(View):
     """The explanation of a job's allocation; speedups are predicted, relative to one replica.
 
@@ -93,3 +110,5 @@ class ExplanationView(View):
     forecast: ForecastView | None = None
     synchronization: str | None = None
     """What pushes and pulls cost, as a sentence; null: gradients are averaged in every step."""
+    network: list[NetworkCost] = Field(default_factory=list)
+    """By level of the network; empty without levels, with one replica, or without a model."""

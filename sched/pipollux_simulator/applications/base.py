@@ -29,6 +29,8 @@ class RunningJob:
     atomic_bsz: int = 0
     accum_steps: int = 0
     gpu_type: str = ""
+    level: int = 1
+    """Network level at which its nodes meet (`Topology`)."""
 
     @property
     def num_nodes(self) -> int:
@@ -79,9 +81,11 @@ class JobModel(Protocol):
         """Return the possible replica shapes, with their speedups; the job's own shape first."""
 
     def configure(
-        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
-        """Choose micro-batches, atomic batch size and accumulation steps for an allocation."""
+        """Choose micro-batches, atomic batch size and accumulation steps for an allocation whose
+        nodes meet at a network level.
+        """
 
     def goodput(self, running: RunningJob) -> float:
         """Predict samples (in units of the initial batch size) per second."""

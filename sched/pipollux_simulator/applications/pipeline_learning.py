@@ -128,6 +128,7 @@ def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
         accum,
         # Never below the accumulation step: noise must not result in a negative network time.
         np.maximum([times.optim_step for _, times in latest], accum),
+        level=[running.level for running, _ in latest],
     )
     return UNKNOWN._replace(
         alpha_n=found.alpha_n,
@@ -137,6 +138,8 @@ def fit_network(points: dict[RunningJob, TrueStepTimes]) -> PerfParams:
         gamma=found.gamma,
         growth_n=found.growth_n,
         two_node_penalty=found.two_node_penalty,
+        alpha_levels=found.alpha_levels,
+        beta_levels=found.beta_levels,
     )
 
 
@@ -152,4 +155,5 @@ def _step_time(params: PerfParams, running: RunningJob) -> StepTime:
         np.float64(running.atomic_bsz),
         np.float64(running.accum_steps),
         np.float64(running.num_microbatches),
+        running.level,
     )

@@ -45,7 +45,7 @@ class PipelineJobModel:
         self._first_gradients: GradParams | None = None
         self._shapes: tuple[ReplicaShape, ...] | None = None
         self._shapes_gradients = UNSEEN_GRADIENTS
-        self._chosen: dict[tuple[int, str, int, int], Optimum] = {}
+        self._chosen: dict[tuple[int, str, int, int, int], Optimum] = {}
         self._base_goodput = 0.0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
@@ -85,13 +85,13 @@ class PipelineJobModel:
         return self._shapes
 
     def configure(
-        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
         """Choose M, atomic batch size and accumulation steps for an allocation. Raises ValueError
         if there is no such shape on such GPUs, or no batch size within bounds.
         """
         best = self._best(
-            shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement)
+            shape.num_stages, self._job.device(gpu_type), len(placement), sum(placement), level
         )
         if not best.goodput > 0:
             raise ValueError(
@@ -106,6 +106,7 @@ class PipelineJobModel:
             atomic_bsz=best.atomic_bsz,
             accum_steps=best.accum_steps,
             gpu_type=gpu_type,
+            level=level,
         )
 
     def goodput(self, running: RunningJob) -> float:
@@ -113,6 +114,7 @@ class PipelineJobModel:
         a batch.
         """
         params = self._learner.params(self._job.way(running), running.gpu_type)
+        params = params.at_level(running.level)
         function = GoodputFunction(params, self._gradients, self._job.model.init_batch_size)
         return float(
             function.evaluate(
@@ -166,10 +168,12 @@ class PipelineJobModel:
         best = self._best(next(iter(self._job.plans(device))), device, 1, 1)
         return float(best.goodput) * self._efficiency()
 
-    def _best(self, num_stages: int, device: Device, num_nodes: int, num_replicas: int) -> Optimum:
-        key = num_stages, device.name, num_nodes, num_replicas
+    def _best(
+        self, num_stages: int, device: Device, num_nodes: int, num_replicas: int, level: int = 1
+    ) -> Optimum:
+        key = num_stages, device.name, num_nodes, num_replicas, level
         if key not in self._chosen:
-            plans = self._plans(num_stages, device)
+            plans = tuple(plan.at_level(level) for plan in self._plans(num_stages, device))
             self._chosen[key] = self._function(plans).optimize(
                 num_nodes, num_replicas, **self._bounds(plans, device)
             )

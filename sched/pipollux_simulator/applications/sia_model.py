@@ -90,7 +90,7 @@ class SiaPipelineModel:
         )
 
     def configure(
-        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
         """Return the configuration on an allocation; there is no choice."""
         return RunningJob(
@@ -99,6 +99,7 @@ class SiaPipelineModel:
             num_microbatches=NUM_MICROBATCHES,
             atomic_bsz=NUM_MICROBATCHES,
             gpu_type=gpu_type,
+            level=level,
         )
 
     def goodput(self, running: RunningJob) -> float:

@@ -30,7 +30,7 @@ from pipollux_policies import ReplicaShape
 from .base import JobModel, RunningJob, TrueStepTimes
 
 _SLOT = {"slots": 1}
-_Row: TypeAlias = tuple[int, int, int]
+_Row: TypeAlias = tuple[int, int, int, int]
 """Nodes, replicas and atomic batch size."""
 
 
@@ -45,7 +45,7 @@ class BatchSizes(Protocol):
     max_batch_size: int
     min_local_bsz: int
     max_local_bsz: int
-    fits: dict[frozenset[tuple[int, int, int]], PerfParams]
+    fits: dict[frozenset[tuple[int, int, int, int]], PerfParams]
     """Fits by observed configurations: their times are the same for every job."""
     fit: Fit
 
@@ -83,13 +83,13 @@ class TraceJobModel:
         self._speedup: SpeedupFunction | None = None
         self._fitted = 0
         self._last: _Row | None = None
-        self._chosen: dict[tuple[int, int], tuple[int, int]] = {}
+        self._chosen: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._base: float | None = None
         self.max_profiled_replicas = 0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Record the times of an iteration; a known configuration adds nothing."""
-        key = running.num_nodes, running.num_replicas, running.atomic_bsz
+        key = running.num_nodes, running.num_replicas, running.atomic_bsz, running.level
         if key not in self._profile:
             self._profile[key] = times
             self._speedup = None
@@ -118,7 +118,7 @@ class TraceJobModel:
         gradients = alike[0]._first_gradients if alike else None
         if (profile, gradients) != (self._profile, self._gradients):
             self._profile, self._goodput = profile, None
-            self.max_profiled_replicas = max((replicas for _, replicas, _ in profile), default=0)
+            self.max_profiled_replicas = max((replicas for _, replicas, *_ in profile), default=0)
             self._gradients = self._first_gradients = gradients
 
     def _handed_down(self) -> list[tuple[_Row, int]]:
@@ -136,6 +136,7 @@ class TraceJobModel:
         shape: ReplicaShape,  # noqa: ARG002  # the protocol's; there is one only
         placement: Sequence[int],
         gpu_type: str = "",
+        level: int = 1,
     ) -> RunningJob:
         """Choose the batch size with the highest goodput; the initial one without measurements."""
         speedup = self._speedup_function()
@@ -145,15 +146,16 @@ class TraceJobModel:
             batch_size = max(self._app.init_batch_size, self._app.min_local_bsz * replicas)
             atomic_bsz, accum_steps = split_batch(self._app, batch_size, replicas)
         else:
-            atomic_bsz, accum_steps = self._choose(speedup, len(placement), replicas)
-        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
+            atomic_bsz, accum_steps = self._choose(speedup, len(placement), replicas, level)
+        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type, level)
 
     def goodput(self, running: RunningJob) -> float:
         """Predict the goodput of a configuration, in samples per second."""
         if self._speedup_function() is None or self._goodput is None:
             return 0.0
         sizes = running.num_replicas, running.atomic_bsz, running.accum_steps
-        return float(self._goodput.evaluate(running.num_nodes, *sizes))
+        goodput = _at_level(self._goodput, running.level)
+        return float(goodput.evaluate(running.num_nodes, *sizes))
 
     def base_goodput(self) -> float:
         """Predict the goodput of one replica."""
@@ -164,23 +166,30 @@ class TraceJobModel:
             self._base = speedup.configuration(1, 1).goodput
         return self._base
 
-    def _choose(self, speedup: SpeedupFunction, nodes: int, replicas: int) -> tuple[int, int]:
-        known = self._chosen.get((nodes, replicas))
+    def _choose(
+        self, speedup: SpeedupFunction, nodes: int, replicas: int, level: int
+    ) -> tuple[int, int]:
+        key = nodes, replicas, level
+        known = self._chosen.get(key)
         if known is None:
-            known = self._choose_by_measurements(nodes, replicas)
+            known = self._choose_by_measurements(*key)
             if known is None:
-                best = speedup.configuration(nodes, replicas)
+                best = speedup.at_level(level).configuration(nodes, replicas)
                 known = best.atomic_bsz, best.accum_steps
-            self._chosen[nodes, replicas] = known
+            self._chosen[key] = known
         return known
 
-    def _choose_by_measurements(self, nodes: int, replicas: int) -> tuple[int, int] | None:
+    def _choose_by_measurements(
+        self, nodes: int, replicas: int, level: int
+    ) -> tuple[int, int] | None:
         """Return the same with corrections by measurements there; None: no measurements there."""
         goodput, app = self._goodput, self._app
-        rows = [(a, row) for (n, r, a), row in self._profile.items() if (n, r) == (nodes, replicas)]
+        here = nodes, replicas, level
+        rows = [(a, row) for (n, r, a, x), row in self._profile.items() if (n, r, x) == here]
         if goodput is None or app.fit is not fit_perf_params or not rows:
             return None
         sizes, optim = [a for a, _ in rows], [row.optim_step for _, row in rows]
+        goodput = _at_level(goodput, level)
         best = goodput.optimize(
             nodes,
             replicas,
@@ -215,9 +224,9 @@ class TraceJobModel:
         """Return the residuals of Pipollux's fit, as jobs report them; AdaptDL has none."""
         if self._app.fit is not fit_perf_params:
             return None
-        nodes, replicas, sizes = map(np.array, zip(*self._profile, strict=True))
+        nodes, replicas, sizes, levels = map(np.array, zip(*self._profile, strict=True))
         optim = np.array([times.optim_step for times in self._profile.values()])
-        return StepCorrections(step_ratios(params, nodes, replicas, sizes, optim))
+        return StepCorrections(step_ratios(params, nodes, replicas, sizes, optim, level=levels))
 
     def _surprised(self, goodput: GoodputFunction) -> bool:
         """Whether observations since the last fit require a new one.
@@ -229,10 +238,12 @@ class TraceJobModel:
         old, new = rows[: self._fitted], rows[self._fitted :]
         self._fitted = len(rows)
         most_nodes, most_replicas = (max(row[0][i] for row in old) for i in (0, 1))
+        levels = {row[0][3] for row in old if row[0][0] > 1}
         return any(
             sizes[0] > most_nodes
             or sizes[1] > most_replicas
-            or times.differ(goodput.step_time(*sizes, accum_steps=0))
+            or (sizes[0] > 1 and sizes[3] not in levels)
+            or times.differ(_at_level(goodput, sizes[3]).step_time(*sizes[:3], accum_steps=0))
             for sizes, times in new
         )
 
@@ -240,15 +251,23 @@ class TraceJobModel:
         self._fitted = len(self._profile)
         # Sorted, so that the shared fit does not depend on which job fits first.
         rows = sorted(self._profile.items())
-        nodes, replicas, sizes = (
+        nodes, replicas, sizes, levels = (
             np.array(column) for column in zip(*(r[0] for r in rows), strict=True)
         )
         optim, accum = (np.array(column) for column in zip(*(r[1] for r in rows), strict=True))
         key = frozenset(self._profile)
         params = self._app.fits.get(key)
         if params is None:
-            params = self._app.fits[key] = self._app.fit(nodes, replicas, sizes, accum, optim)
+            # AdaptDL's fit has one level.
+            more = {"level": levels} if self._app.fit is fit_perf_params else {}
+            params = self._app.fit(nodes, replicas, sizes, accum, optim, **more)
+            self._app.fits[key] = params
         return GoodputFunction(params, gradients, self._app.init_batch_size)
+
+
+def _at_level(goodput: GoodputFunction, level: int) -> GoodputFunction:
+    params = goodput.perf_params.at_level(level)
+    return goodput if params is goodput.perf_params else goodput.with_params(params)
 
 
 class FixedBatchModel:
@@ -277,11 +296,12 @@ class FixedBatchModel:
         shape: ReplicaShape,  # noqa: ARG002  # the protocol's; there is one only
         placement: Sequence[int],
         gpu_type: str = "",
+        level: int = 1,
     ) -> RunningJob:
         """Split the batch among the replicas."""
         placement = tuple(placement)
         atomic_bsz, accum_steps = split_batch(self._app, self._batch_size, sum(placement))
-        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type)
+        return RunningJob(placement, 1, 1, atomic_bsz, accum_steps, gpu_type, level)
 
     def goodput(self, running: RunningJob) -> float:
         """Return the true goodput, in samples per second."""

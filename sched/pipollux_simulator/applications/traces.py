@@ -107,7 +107,7 @@ class TraceApplication:
         self.min_local_bsz = int(sizes.min())
         self.max_local_bsz = self.constants.max_local_bsz or int(sizes.max())
         self.fit = fit
-        self.fits: dict[frozenset[tuple[int, int, int]], PerfParams] = {}
+        self.fits: dict[frozenset[tuple[int, int, int, int]], PerfParams] = {}
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
         """Return measured or interpolated step times; TraceError if no trace covers them."""

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pipollux_perfmodel.errors import PipolluxError
 from pipollux_policies import (
@@ -25,11 +25,13 @@ from pipollux_policies import (
     violations,
 )
 from pipollux_policies.allocations.allocation import as_allocation
+from pipollux_policies.jobs.topology import build_topology
 from pipollux_policies.placement.new_jobs import place_in_order
 from pipollux_policies.teams.membership import TeamMembership
 from pipollux_policies.teams.subcluster import without
 from pipollux_policies.teams.team_policy import TeamPolicy
 from pipollux_simulator.applications.base import Application, JobModel
+from pipollux_simulator.applications.network import SlowerNetwork
 from pipollux_simulator.known_length import EXACT_LENGTHS, KnownLength
 from pipollux_simulator.workload.arrivals import JobArrival
 
@@ -73,6 +75,9 @@ class Options:
     scheduler: whenever a job arrives or completes or a node comes or goes, or an interval later,
     where starting jobs keep their allocation until they train."""
     teams: TeamMembership | None = None
+    slowdowns: tuple[float, ...] = ()
+    """How many times slower gradients are synchronized at network level 2, 3, … than at level 1
+    (`NodeInfo.topology`); higher levels are as the last one. Empty: all levels are equally fast."""
     most_days: float = 60.0
     """Limit of simulated days: beyond it some job will never run."""
 
@@ -88,6 +93,8 @@ class Options:
                 f"rescale_seconds: {rescale} must be between 0 and "
                 f"restart_seconds = {self.restart_seconds}, or left out"
             )
+        if not all(1 <= slower < math.inf for slower in self.slowdowns):
+            raise ValueError(f"slowdowns: {self.slowdowns} must be finite numbers from 1 on")
         if not 0 <= self.interference < 1:
             raise ValueError(f"interference: {self.interference} must be at least 0 and below 1")
 
@@ -136,6 +143,11 @@ class Cluster:
             )
         if not (self.workload or self.begun) or not self.nodes:
             raise SimulationError("there is nothing to simulate; give jobs and nodes")
+        if self.options.slowdowns:
+            slower = self.options.slowdowns
+            self.applications = {n: SlowerNetwork(a, slower) for n, a in self.applications.items()}
+        self._topology = build_topology([*self.nodes.values()])
+        self._place = {name: number for number, name in enumerate(self.nodes)}
         self._warm_starts: set[str] = set()
         self._at_changes = self.options.decides_at == "changes"
         self._fixed = not getattr(self.policy, "adapts_batch_size", True)
@@ -283,7 +295,11 @@ class Cluster:
             options.checkpoint_seconds if options.node_events else math.inf,
             clock=self._now,
             start_seconds=terms.start_seconds,
+            level_of=self._level_of,
         )
+
+    def _level_of(self, nodes: Sequence[Any]) -> int:
+        return self._topology.level(self._place[node] for node in dict.fromkeys(nodes))
 
     def _round(self) -> None:
         self._arrive()

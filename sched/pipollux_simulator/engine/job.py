@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class SimulatedJob:
     checkpoint_seconds: float = math.inf
     clock: float = 0.0
     start_seconds: float | None = None
+    level_of: Callable[[Sequence[Any]], int] = lambda _nodes: 1  # a field's default
+    """Network level at which nodes meet."""
     progress: float = 0.0
     epoch: int = 0
     nodes: tuple[Any, ...] = ()
@@ -198,8 +200,7 @@ class SimulatedJob:
             return math.inf
         if self._delay > 0:
             return min(self.clock + self._delay, self._join_at)
-        placement = tuple(Counter(self.members).values())
-        rate = self._rate(self.model.configure(self.shape, placement, gpu_type)) * pace
+        rate = self._rate(self._configure(gpu_type)) * pace
         left = max(self.app.progress(self.epoch + 1) - self.progress, 0.0)
         return min(self.clock + left / rate, self._join_at)
 
@@ -219,16 +220,21 @@ class SimulatedJob:
     def _advance_as_is(self, until: float, pace: float, gpu_type: str) -> None:
         if self.completed is not None:
             return
-        placement = tuple(Counter(self.members).values())
         self._pass(min(self._delay, until - self.clock), waiting=True)
         # The sum may round to less than `until`: a starting job does not train then.
         while self._delay <= 0 < until - self.clock and self.completed is None:
-            self._train(until, placement, pace, gpu_type)
+            self._train(until, pace, gpu_type)
         self.clock = until if self.completed is None else self.clock
 
-    def _train(self, until: float, placement: Sequence[int], pace: float, gpu_type: str) -> None:
-        assert self.shape is not None  # noqa: S101  # advance() has looked
-        running = self.model.configure(self.shape, placement, gpu_type)
+    def _configure(self, gpu_type: str) -> RunningJob:
+        assert self.shape is not None  # noqa: S101  # callers have looked
+        placement, level = tuple(Counter(self.members).values()), self.level_of(self.members)
+        if level == 1:
+            return self.model.configure(self.shape, placement, gpu_type)
+        return self.model.configure(self.shape, placement, gpu_type, level)
+
+    def _train(self, until: float, pace: float, gpu_type: str) -> None:
+        running = self._configure(gpu_type)
         self._look(running)
         rate = self._rate(running) * pace
         goal = self.app.progress(self.epoch + 1)

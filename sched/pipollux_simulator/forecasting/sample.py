@@ -75,7 +75,8 @@ class SampledApplication:
         """Return the time of a second of one replica's work on an allocation."""
         if running not in self._speeds:
             shape = self._shape(running)
-            speed = float(shape.speedup_fn(running.num_nodes, running.num_replicas))
+            speedup_fn = shape.speedup_at(running.level)
+            speed = float(speedup_fn(running.num_nodes, running.num_replicas))
             seconds = 1 / max(speed, _LEAST_SPEED)
             self._speeds[running] = TrueStepTimes(seconds, seconds)
         return self._speeds[running]
@@ -130,10 +131,10 @@ class SampledModel:
         return self._job.truth.all_shapes if self.is_measured else self._job.info.all_shapes
 
     def configure(
-        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = ""
+        self, shape: ReplicaShape, placement: Sequence[int], gpu_type: str = "", level: int = 1
     ) -> RunningJob:
         """Return the allocation; its batch size does not matter."""
-        return RunningJob(tuple(placement), shape.num_stages, 1, 1, 0, gpu_type)
+        return RunningJob(tuple(placement), shape.num_stages, 1, 1, 0, gpu_type, level)
 
     def goodput(self, running: RunningJob) -> float:  # noqa: ARG002  # the protocol's
         """Return 1: work is measured in seconds of one replica."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from math import ceil, floor
 from typing import Any, NamedTuple, TypeAlias
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lightkube.utils.quantity import parse_quantity
 
 from pipollux_sched.backend.base import Node
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.job import NodeSpec, with_levels
 
 from .api import Object
 from .names import HOST_NAME_LABEL
@@ -98,7 +99,8 @@ def make_nodes(
         node = _make_node(view, used.get(view.object_name, {}), ours.get(view.name, 0), options)
         if node is not None:
             nodes[view.name] = node
-    return nodes
+    specs = with_levels([node.spec for node in nodes.values()], options.topology_labels)
+    return {spec.name: replace(nodes[spec.name], spec=spec) for spec in specs}
 
 
 def _make_node(
@@ -129,6 +131,7 @@ def _make_node(
         # The names that NVIDIA's device plugin and GPU Feature Discovery give to MIG slices.
         single_stage="/mig-" in options.device
         or "-MIG-" in view.labels.get(options.gpu_type_label, ""),
+        topology={label: view.labels.get(label, "") for label in options.topology_labels},
     )
     taint = _hindrance(view, options)
     draining = view.cordoned or bool(taint)

@@ -40,6 +40,8 @@ class KubernetesOptions:
     """Folder of the nodes mounted at `checkpoint_folder`; it must be the same on each."""
     gpu_type_label: str = "nvidia.com/gpu.product"
     """The node label with the type of its GPUs."""
+    topology_labels: tuple[str, ...] = ("topology.kubernetes.io/zone",)
+    """The node labels with their domains of the network, from the widest level to the narrowest."""
     preemptible_labels: Mapping[str, str] = field(
         default_factory=lambda: {
             "cloud.google.com/gke-spot": "true",

@@ -77,16 +77,18 @@ class VirtualNodes:
         self, cluster: ClusterSpec | Path, saved: Mapping[str, Sequence[str]]
     ) -> tuple[dict[str, Node], Devices]:
         found = load_cluster(cluster) if isinstance(cluster, Path) else cluster
-        wanted = {node.name: node.slots for node in found.nodes if node.kind == "gpu"}
+        wanted = {node.name: node.slots for node in found.placed_nodes if node.kind == "gpu"}
         if not wanted:
-            nodes = {node.name: Node(node) for node in found.nodes}
+            nodes = {node.name: Node(node) for node in found.placed_nodes}
             return nodes, Devices(nodes, {})
         inventory = self._inventory()
         usable = usable_gpus(inventory)
         barred = {uuid for gpu in inventory.gpus for uuid, _ in gpu.devices()} - {*usable}
         rows = slots.assign(saved, wanted, usable, barred)
         _check_enough(wanted, rows, usable, inventory)
-        nodes = {node.name: _with_gpus(node, rows.get(node.name, ())) for node in found.nodes}
+        nodes = {
+            node.name: _with_gpus(node, rows.get(node.name, ())) for node in found.placed_nodes
+        }
         return nodes, Devices(nodes, rows, in_pci_order=inventory.in_pci_order)
 
     def _keep(self, devices: Devices) -> None:

@@ -36,6 +36,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
         **servers,
         **variables.NODE.write(launch.assignments[replica].node),
         **variables.NUM_NODES.write(len(set(launch.nodes))),
+        **variables.NETWORK_LEVEL.write(launch.network_level),
         **variables.NUM_STAGES.write(launch.num_stages),
         **variables.PROCESSES_PER_REPLICA.write(processes_of_replica(program, launch)),
         **variables.ELASTIC.write(launch.elastic),

@@ -45,19 +45,28 @@ class NodeStates:
         each with the reason.
         """
         found = {}
+        levels = next(iter(snapshot.topology.values()), {})
+        unknown = dict.fromkeys(levels, "")
         for allocation in snapshot.allocations.values():
             for name, share in allocation.shares.items():
                 line = snapshot.nodes.get(name)
                 leaving = draining.get(name, "")
-                found[name] = self._node(name, share, line, leaving, broken.get(name, ""))
+                where = snapshot.topology.get(name, unknown)
+                found[name] = self._node(name, share, line, leaving, broken.get(name, ""), where)
         for name in self._silent_since.keys() - found.keys():
             del self._silent_since[name]
         return found
 
     def _node(
-        self, name: str, share: Share, line: NodeLine | None, leaving: str, broken: str
+        self,
+        name: str,
+        share: Share,
+        line: NodeLine | None,
+        leaving: str,
+        broken: str,
+        topology: Mapping[str, str],
     ) -> Node:
-        spec = node_spec(name, share, line)
+        spec = node_spec(name, share, line, topology)
         down = why_down(line)
         if down or broken:
             return Node(spec, ready=False, reason=down or broken)
@@ -100,7 +109,9 @@ def why_down(line: NodeLine | None) -> str:
     return down[0] + (f", {line.reason}" if line.reason else "")
 
 
-def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:
+def node_spec(
+    name: str, share: Share, line: NodeLine | None, topology: Mapping[str, str] | None = None
+) -> NodeSpec:
     """Describe an allocation's share of a node: its GPUs as slots, or its CPUs if it has none.
 
     Example:
@@ -117,4 +128,5 @@ def node_spec(name: str, share: Share, line: NodeLine | None) -> NodeSpec:
         memory=memory or None,
         gpu_type=share.gpu_type,
         single_stage=bool(share.gpu_type and _SLICE.search(share.gpu_type)),
+        topology=dict(topology or {}),
     )

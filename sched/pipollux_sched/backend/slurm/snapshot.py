@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError
 
@@ -24,12 +25,15 @@ from .output import (
     read_steps,
     split_jobs,
 )
+from .topology import read_topology
 
 _LOG = logging.getLogger(__name__)
 REFRESH_INTERVAL = 2.0
 """Seconds between two snapshots, each of which runs three commands."""
 HURRIED_INTERVAL = 1.0
 """The same after a change."""
+TOPOLOGY_INTERVAL = 60.0
+"""Seconds between two queries of the topology, which rarely changes."""
 ASKED_FOR_ALONE = 8
 """Most new allocations that are queried one by one; for more, all jobs are queried."""
 NODES_AT_ONCE = 500
@@ -60,6 +64,8 @@ class SlurmSnapshot:
     nodes: Mapping[str, NodeLine] = field(default_factory=dict)
     allocations: Mapping[int, SlurmAllocation] = field(default_factory=dict)
     """The running allocations that were chosen."""
+    topology: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The domain of every node by level of the network, the widest first."""
 
 
 class SlurmReader:
@@ -70,6 +76,9 @@ class SlurmReader:
         self._number = 0
         self._shares: dict[tuple[int, str], dict[str, Share]] = {}
         """Shares by allocation and its host list, which shrinks when a node fails."""
+        self._topology: Mapping[str, Mapping[str, str]] = {}
+        self._topology_of: list[str] | None = None
+        self._topology_read = 0.0
 
     def read(self) -> SlurmSnapshot:
         """Read a snapshot.
@@ -95,7 +104,25 @@ class SlurmReader:
             steps={(step.job, step.name): step for step in steps},
             nodes=_nodes(names),
             allocations=allocations,
+            topology=self._network(names),
         )
+
+    def _network(self, names: list[str]) -> Mapping[str, Mapping[str, str]]:
+        """Return the topology, read again for other nodes, and now and then."""
+        now = time.monotonic()
+        if not names or (
+            names == self._topology_of and now - self._topology_read < TOPOLOGY_INTERVAL
+        ):
+            return self._topology
+        try:
+            self._topology = read_topology(run(["scontrol", "show", "topology"]), _known_hosts)
+        except ClusterUnavailableError:
+            raise
+        except BackendError as error:  # a Slurm without topology
+            _LOG.debug("%s", error)
+            self._topology = {}
+        self._topology_of, self._topology_read = names, now
+        return self._topology
 
     def _shares_of(self, jobs: list[SlurmJob]) -> dict[tuple[int, str], dict[str, Share]]:
         """Return the shares of allocations on each of their nodes; new ones are queried."""
@@ -120,6 +147,11 @@ def host_names(hosts: str) -> list[str]:
     if not any(sign in hosts for sign in "[,"):
         return [hosts] if hosts else []
     return run(["scontrol", "show", "hostnames", hosts]).split()
+
+
+@lru_cache(maxsize=4096)
+def _known_hosts(hosts: str) -> tuple[str, ...]:
+    return tuple(host_names(hosts))
 
 
 def _nodes(names: list[str]) -> dict[str, NodeLine]:

@@ -119,7 +119,7 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
         await services.heartbeats.put(urgent)
     services.metrics.heartbeats.inc()
     if heartbeat.elastic is None:
-        return HeartbeatAnswer()
+        return HeartbeatAnswer(network_level=control.levels.of(state.running_on))
     events = control.hear_word(job, heartbeat.replica, heartbeat.elastic)
     match events:
         case []:
@@ -128,7 +128,8 @@ async def post_heartbeat(name: str, services: ServicesDep, heartbeat: Heartbeat)
             job = await services.words.put((name, event))
         case _:
             job = await run_in_threadpool(control.follow_word, job, events)
-    return heartbeat_answer(job.state, control.answer(job, heartbeat.replica))
+    answer = control.answer(job, heartbeat.replica)
+    return heartbeat_answer(job.state, answer, control.levels.of)
 
 
 @router.post("/stops", status_code=204, summary="Report the step of a saved stop")

@@ -1,0 +1,29 @@
+"""The network levels of running jobs, by the present labels of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipollux_sched.backend.base import Node, network_level
+
+
+class NetworkLevels:
+    """Finds the levels of jobs, each once for the same nodes and labels."""
+
+    def __init__(self) -> None:
+        self._nodes: Mapping[str, Node] = {}
+        self._known: dict[tuple[str, ...], int] = {}
+
+    def update(self, nodes: Mapping[str, Node]) -> None:
+        """Take the present nodes of the cluster."""
+        labelled = any(node.spec.topology for node in nodes.values())
+        self._nodes, self._known = (nodes if labelled else {}), {}
+
+    def of(self, names: tuple[str, ...]) -> int | None:
+        """Return the level at which nodes meet; None in a cluster without levels."""
+        nodes, known = self._nodes, self._known  # replaced, never changed, by another thread
+        if not nodes:
+            return None
+        if names not in known:
+            known[names] = network_level(nodes, names)
+        return known[names]
