@@ -169,6 +169,22 @@ def test_a_node_is_lost_and_another_one_comes(
     ray_cluster.call("remove", "n3")
 
 
+def test_a_node_that_ray_drains(
+    case: RayCase, scheduler: Scheduler, ray_cluster: RayCluster
+) -> None:
+    """Its replica runs on, until the scheduler moves it."""
+    ray_cluster.call("add", "n4", num_cpus=2)
+    until(lambda: scheduler.poll() or scheduler.attempts.free().get("n4"), "n4 is there")
+    run_toy(scheduler, "n4")
+    ray_cluster.call("drain", "n4")
+    until(lambda: case.engine.nodes()["n4"].draining, "it drains")
+    assert case.engine.nodes()["n4"].reason == "Ray drains it"
+    assert scheduler.listing().replicas[KEY].ended is None
+    scheduler.attempts.stop("toy", 60.0)
+    assert scheduler.exited("toy").outcome is Outcome.STOPPED
+    ray_cluster.call("remove", "n4")
+
+
 def test_replicas_do_not_depend_on_the_client(case: RayCase, scheduler: Scheduler) -> None:
     """While it is gone the cluster does not answer; the next one finds them."""
     program = scheduler.apply("toy", ["n1"], "--prints")
