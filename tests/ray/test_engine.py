@@ -123,8 +123,9 @@ def test_a_replica_whose_actor_is_killed_saves(case: RayCase, scheduler: Schedul
 def test_nothing_is_left_of_a_replica_without_parents(case: RayCase, scheduler: Scheduler) -> None:
     """Its agent and script run on when all that started them is killed, and ignore SIGTERM."""
     run_toy(scheduler, "n1", "--stubborn")
-    for process in above(case):
-        process.send_signal(signal.SIGKILL)
+    for process in reversed(above(case)):
+        with suppress(psutil.NoSuchProcess):  # it ends with the one below it
+            process.send_signal(signal.SIGKILL)
     scheduler.attempts.stop("toy", 2.0)
     assert scheduler.exited("toy").outcome is Outcome.FAILED
     assert case.processes() == []
