@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
 from typing import Any
 
 import ray
@@ -56,6 +58,17 @@ class Raylets:
         node = self._nodes.pop(name)
         os.kill(self.raylet(node), signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, name: str) -> None:
+        """Let Ray drain a node that its cloud will reclaim in an hour."""
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        until = int((time.time() + 3600) * 1000)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        gcs = ray._private.worker.global_worker.gcs_client
+        accepted, why = gcs.drain_node(self.id_of(name), reason, "it is reclaimed", until)
+        if not accepted:
+            raise RuntimeError(why)
 
     def raylet(self, node: Any) -> int:
         """Return the process of a raylet."""
@@ -134,6 +147,7 @@ def main() -> None:
                 answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
     finally:
         raylets.close()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 if __name__ == "__main__":

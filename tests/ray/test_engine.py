@@ -123,8 +123,9 @@ def test_a_replica_whose_actor_is_killed_saves(case: RayCase, scheduler: Schedul
 def test_nothing_is_left_of_a_replica_without_parents(case: RayCase, scheduler: Scheduler) -> None:
     """Its agent and script run on when all that started them is killed, and ignore SIGTERM."""
     run_toy(scheduler, "n1", "--stubborn")
-    for process in above(case):
-        process.send_signal(signal.SIGKILL)
+    for process in reversed(above(case)):
+        with suppress(psutil.NoSuchProcess):  # it ends with the one below it
+            process.send_signal(signal.SIGKILL)
     scheduler.attempts.stop("toy", 2.0)
     assert scheduler.exited("toy").outcome is Outcome.FAILED
     assert case.processes() == []
@@ -167,6 +168,22 @@ def test_a_node_is_lost_and_another_one_comes(
     scheduler.apply("other", ["n3"], "--steps=1")
     assert scheduler.exited("other").outcome is Outcome.COMPLETE
     ray_cluster.call("remove", "n3")
+
+
+def test_a_node_that_ray_drains(
+    case: RayCase, scheduler: Scheduler, ray_cluster: RayCluster
+) -> None:
+    """Its replica runs on, until the scheduler moves it."""
+    ray_cluster.call("add", "n4", num_cpus=2)
+    until(lambda: scheduler.poll() or scheduler.attempts.free().get("n4"), "n4 is there")
+    run_toy(scheduler, "n4")
+    ray_cluster.call("drain", "n4")
+    until(lambda: case.engine.nodes()["n4"].draining, "it drains")
+    assert case.engine.nodes()["n4"].reason == "Ray drains it"
+    assert scheduler.listing().replicas[KEY].ended is None
+    scheduler.attempts.stop("toy", 60.0)
+    assert scheduler.exited("toy").outcome is Outcome.STOPPED
+    ray_cluster.call("remove", "n4")
 
 
 def test_replicas_do_not_depend_on_the_client(case: RayCase, scheduler: Scheduler) -> None:
