@@ -67,7 +67,9 @@ def test_a_script_without_a_job_file(light: Cli) -> None:
     [
         (["torchrun", "train.py"], "the scheduler starts the replicas itself; give 'python SCRIPT"),
         (["/usr/bin/python3.12"], "'/usr/bin/python3.12' has no script; give: "),
-        (["python", "-m", "train"], "'python -m': options of Python are not possible here; give a"),
+        (["python", "-u", "train.py"], "'python -u': options of Python but -m are not possible"),
+        (["python", "-m"], "'python -m': options of Python but -m are not possible"),
+        (["python", "-m", "a-b"], "run: module: 'a-b' is not the name of a module"),
         (["python", "nowhere.py"], "job 'run': script: there is no file"),
     ],
 )
