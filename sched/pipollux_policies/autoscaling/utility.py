@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipollux_policies.allocations.allocation import shape_of
+from pipollux_policies.allocations.allocation import network_level, shape_of
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape
 
 
@@ -68,14 +68,20 @@ def utility(
         here = sum(node in nodes for node in allocation)
         if here:
             shape = shape_of(job, allocation, nodes)
-            efficiency = _efficiency(job, shape, allocation, total)
+            efficiency = _efficiency(
+                job, shape, allocation, total, network_level(allocation, nodes)
+            )
             for kind, need in shape.resources.items():
                 useful[kind] += efficiency * need * here
     return max((held / total[kind] for kind, held in useful.items() if total[kind]), default=0.0)
 
 
 def _efficiency(
-    job: JobInfo, shape: ReplicaShape, allocation: Sequence[Any], total: Mapping[str, int]
+    job: JobInfo,
+    shape: ReplicaShape,
+    allocation: Sequence[Any],
+    total: Mapping[str, int],
+    level: int,
 ) -> float:
     share = _share(shape, total)
     # A slower GPU is not a loss: the ideal is for the same type.
@@ -84,7 +90,8 @@ def _efficiency(
     # If no single replica can run, r feasible replicas count as r (`SpeedupFunction`).
     best = max(paces) or 1.0 / (share or math.inf)
     ideal = best * share * len(allocation)
-    return _speedup(shape, len(set(allocation)), len(allocation)) / ideal if ideal else 0.0
+    speedup = _speedup(shape, len(set(allocation)), len(allocation), level)
+    return speedup / ideal if ideal else 0.0
 
 
 def _share(shape: ReplicaShape, total: Mapping[str, int]) -> float:
@@ -92,7 +99,7 @@ def _share(shape: ReplicaShape, total: Mapping[str, int]) -> float:
     return max((shape.resources[kind] / total[kind] for kind in kinds), default=0.0)
 
 
-def _speedup(shape: ReplicaShape, num_nodes: int, num_replicas: int) -> float:
-    answer = shape.speedup_fn(np.array([num_nodes]), np.array([num_replicas]))
+def _speedup(shape: ReplicaShape, num_nodes: int, num_replicas: int, level: int = 1) -> float:
+    answer = shape.speedup_at(level)(np.array([num_nodes]), np.array([num_replicas]))
     value = float(np.broadcast_to(np.asarray(answer, dtype=float), (1,))[0])
     return value if 0 < value < math.inf else 0.0

@@ -154,7 +154,8 @@ class _Sizing:
             if most < least:
                 continue
             replicas = np.arange(least, most + 1)
-            values = speedups(shape, -(-replicas // int(counts.max())), replicas)
+            fewest = -(-replicas // int(counts.max()))
+            values = speedups(shape, fewest, replicas, state.lowest_levels(counts, replicas))
             useful = np.flatnonzero(values > 0)
             if len(useful):
                 first = int(useful[0])

@@ -251,7 +251,7 @@ def _ask(
     if not _may_stay(job, shape, allocation, nodes):
         return _Asked(name, job, shapes, sizes, None, (), True, elastic_shape, survivors)
     base = tuple(sorted((index[node], n) for node, n in Counter(allocation).items()))
-    level = places.topology.level(node for node, _ in base)
+    level = places.topology.level(node for node, _ in base) if len(base) > 1 else 1
     stay = shapes.index(shape), len(base), len(allocation), level
     return _Asked(name, job, shapes, sizes, stay, base, True, elastic_shape, survivors)
 

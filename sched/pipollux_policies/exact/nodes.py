@@ -79,10 +79,11 @@ class Nodes:
         """
         top = self.topology.num_levels
         nodes, replicas = self.sizes(shape, job)
-        if shape.speedup_at(top) is shape.speedup_fn:
+        highest = shape.speedup_at(top)
+        if highest is shape.speedup_fn:
             return [(nodes, replicas, top)]
         rooms: Ints = self._keep("rooms", shape, self._rooms)
-        fns = [shape.speedup_at(level) for level in range(1, top + 1)]
+        fns = [shape.speedup_fn, *map(shape.speedup_at, range(2, top)), highest]
         alike = tuple(level for level in range(1, top) if fns[level] is not fns[level - 1])
         key = "parts", (id(nodes), alike, shape.holds)
         if key not in self._kept:

@@ -202,7 +202,8 @@ def _allocation(
     if not found.nodes:
         return Allocation()
     shape = configs.shapes[found.shape]
-    level = instance.nodes.topology.level(node for node, _ in found.nodes)
+    several = len(found.nodes) > 1
+    level = instance.nodes.topology.level(n for n, _ in found.nodes) if several else 1
     stay = configs.stay
     if stay is not None and found.nodes == configs.base and configs.shape[stay] == found.shape:
         return Allocation(held, shape, level)

@@ -119,6 +119,14 @@ class ClusterState:
             allowed &= self._mask(within)
         return self._capacity.counts(self._need(shape), allowed & self._usable)
 
+    def lowest_levels(self, counts: Ints, replicas: Ints) -> Ints:
+        """Return the lowest network level with room for numbers of replicas, (C,), by how many fit
+        on each node.
+        """
+        rooms = self._topology.largest_rooms(counts)[:-1]
+        levels: Ints = 1 + (rooms < replicas[:, None]).sum(axis=1)
+        return levels
+
     def _need(self, shape: ReplicaShape) -> Ints:
         need: Ints = amounts([shape], self._kinds)[0]
         return need

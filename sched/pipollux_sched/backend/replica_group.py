@@ -103,10 +103,15 @@ class ReplicaGroup:
         self.can_survive = False
         self._survive_by: float | None = None
 
-    def join(self, program: ReplicaProgram, assignments: Mapping[int, SlotAssignment]) -> None:
-        """Start joining replicas on these slots, by id."""
+    def join(
+        self,
+        program: ReplicaProgram,
+        launch: Launch,
+        assignments: Mapping[int, SlotAssignment],
+    ) -> None:
+        """Start joining replicas on these slots, by id; `launch` contains them."""
         self._program = program
-        self.launch = self.launch.having(assignments).at_level(self._engine.nodes())
+        self.launch = launch
         keys = set(map(self.launch.key, assignments))
         self._joining |= keys
         self._to_start |= keys

@@ -388,13 +388,13 @@ class ReplicaGroupManager:
         if assignments is None:
             return
         try:
-            launch = running.launch.having(assignments).at_level(self._engine.nodes())
+            launch = running.launch.having(assignments).at_level(self._cluster.nodes)
             self._launches.note_launch(job, launch.attempt, launch.to_json_object())
         except BaseException:  # whatever the error, release the slots
             self._ledger.release(job, replicas)
             raise
         del self._joining[job]
-        running.join(program, assignments)
+        running.join(program, launch, assignments)
 
     def _start_pending(self, job: str) -> None:
         if job in self._running:
@@ -413,7 +413,7 @@ class ReplicaGroupManager:
                 checkpoints=self._engine.checkpoints(program),
                 elastic=self._engine.grows and program.can_grow,
                 num_servers=min(program.servers, len(assignments)),
-            ).at_level(self._engine.nodes())
+            ).at_level(self._cluster.nodes)
             self._launches.note_launch(job, attempt, launch.to_json_object())
         except BackendError as error:
             self._ledger.release(job)
