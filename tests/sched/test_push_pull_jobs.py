@@ -83,12 +83,40 @@ def trained_epochs(results: Path) -> int:
     return max(epochs_of(results), default=0)
 
 
-def test_replicas_come_and_go_and_one_is_killed(directory: Path, tmp_path: Path) -> None:
+def test_a_replica_joins_and_leaves(directory: Path, tmp_path: Path) -> None:
+    """With a server beside the first; what is measured is of the job, not of a replica."""
     policy, results = Wish(), tmp_path / "results"
     with scheduler_on(directory, policy) as scheduler:
         scheduler.submit(job(results, servers=2))
         change_to(scheduler, policy, A)
         assert len(find(directory, "pipollux.server", 0)) == 1  # one beside each first replica
+        change_to(scheduler, policy, A, B)
+        joined = trained_epochs(results)
+        until(lambda: trained_epochs(results) > joined + 2, "two replicas train")
+        until(lambda: scheduler.store.last_points()["pp"].batch_size == 8, "it is told")
+        change_to(scheduler, policy, A)
+        until(lambda: not find(directory, "script_main.py", 1), "a replica leaves")
+        left = trained_epochs(results)
+        until(lambda: trained_epochs(results) > left + 2, "one replica trains")
+        hints = until(lambda: scheduler.store.hints().get("pp"), "hints are sent")
+        kinds, attempt = kinds_of(scheduler), scheduler.jobs()["pp"].state.attempt
+        scheduler.control.cancel("pp")
+        assert scheduler.wait(lambda jobs: jobs["pp"].phase.ended, timeout=240)
+    assert (attempt, kinds.count("changed"), kinds.count("survived")) == (1, 2, 0)
+    found = SchedHints.from_json_object(hints)
+    assert found.perf_params is not None
+    assert found.perf_params.sync_every == 3
+    assert found.local_bsz_bounds == (4, 4)
+    taken = epochs_of(results)
+    assert taken[joined + 1] == taken[left + 1] == Counter(range(120))
+
+
+@pytest.mark.exhaustive
+def test_replicas_come_and_go_and_one_is_killed(directory: Path, tmp_path: Path) -> None:
+    policy, results = Wish(), tmp_path / "results"
+    with scheduler_on(directory, policy) as scheduler:
+        scheduler.submit(job(results, servers=2))
+        change_to(scheduler, policy, A)
         change_to(scheduler, policy, A, B, B)
         before = trained_epochs(results)
         until(lambda: trained_epochs(results) > before + 2, "three replicas train")
@@ -101,8 +129,6 @@ def test_replicas_come_and_go_and_one_is_killed(directory: Path, tmp_path: Path)
         until(lambda: not find(directory, "script_main.py", 1), "a replica leaves")
         left = trained_epochs(results)
         until(lambda: trained_epochs(results) > left + 2, "one replica trains")
-        hints = until(lambda: scheduler.store.hints().get("pp"), "hints are sent")
-        point = scheduler.store.last_points()["pp"]
         kinds = kinds_of(scheduler)
         attempt = scheduler.jobs()["pp"].state.attempt
         scheduler.control.cancel("pp")
@@ -110,11 +136,6 @@ def test_replicas_come_and_go_and_one_is_killed(directory: Path, tmp_path: Path)
     assert attempt == 1
     assert kinds.count("survived") == 1
     assert kinds.count("changed") >= 2
-    found = SchedHints.from_json_object(hints)
-    assert found.perf_params is not None
-    assert found.perf_params.sync_every == 3
-    assert found.local_bsz_bounds == (4, 4)
-    assert point.atomic_bsz == 4
     taken = epochs_of(results)
     everything = set(range(120))
     missing = {epoch: everything - set(taken[epoch]) for epoch in range(max(taken))}
@@ -151,6 +172,7 @@ def test_a_server_that_is_killed_is_started_again_and_moves_with_its_replica(
     assert moved > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("script", "servers", "said"),
     [
