@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     ),
     "after": ([{"job": "prepare", "when": "ended"}], [{"job": "prepare", "when": "failed"}]),
     "num_stages": (2, 4),
+    "servers": (1, 2),
     "stage_choices": ([1, 2, 4], [2, 4]),
     "process_per_stage": (True, False),
     "num_microbatches": (4, 8),

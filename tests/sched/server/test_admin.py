@@ -92,6 +92,7 @@ def test_a_node_drains_dies_and_is_back(service: Service, client: Client) -> Non
         "jobs": {"living": 2},
         "condition": "draining",
         "reason": "a new disk",
+        "devices": [],
     }
     assert client.set_node("node-b", NodeCondition.DEAD).condition == "dead"
     assert service.store.job("living").state.reason == "NodeLost"

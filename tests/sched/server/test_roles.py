@@ -78,7 +78,7 @@ def test_every_request_is_refused_to_all_roles_below_its_own(
             assert answer.status_code == 403, (method, path, name, answer.text)
             assert answer.json()["detail"].count(".") == 0
             refused += 1
-    assert refused == 2 * 13 + 3
+    assert refused == 2 * 13 + 7
     assert service.store.last_event() == last
     seen = users["eve"].get("/jobs/theirs")
     assert seen.status_code == 200
