@@ -35,11 +35,13 @@ def test_step_times_grow_by_the_exposed_synchronization():
         assert found.optim_step == pytest.approx(accum + factor * (optim - accum))
 
 
+@pytest.mark.exhaustive
 def test_levels_without_slowdown_change_nothing():
     plain = times(run(make_nodes({"": (6, 4)})))
     assert times(run(make_nodes({"": (6, 4)}, domains=(6,)))) == plain
 
 
+@pytest.mark.exhaustive
 def test_jobs_complete_earlier_where_racks_have_several_nodes():
     """On the same slow network between racks, of three nodes or of one."""
     racks = run(make_nodes({"": (6, 4)}, domains=(3,)), (20.0,))

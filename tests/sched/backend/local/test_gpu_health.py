@@ -109,11 +109,13 @@ def marked() -> Marked:
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process without a mark, with a child that is marked as ours, and so is not foreign."""
+    # The child says that it runs: while a program is loaded, its environment is empty.
+    inner = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
     program = (
-        "import os, subprocess, sys;"
-        "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {inner!r}],"
         " stdin=subprocess.PIPE, env={'MARK': 'ours'});"
-        "print(child.pid, flush=True); sys.stdin.read()"
+        "sys.stdin.read()"
     )
     command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE
