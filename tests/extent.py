@@ -4,7 +4,7 @@
 time, and of a grid there are as many points as every pair of values takes. `make test-exhaustive`
 (`pytest --exhaustive`) runs what that leaves out: the other points of grids, tests that bear
 `@pytest.mark.exhaustive`, and every hypothesis test with a fresh seed; `SEED=` repeats a run.
-`SHARE=8` (`--share 8`) runs an eighth of each module's, another one for each seed.
+`SHARE=8` (`--share 8`) runs an eighth of them, spread over the modules, another one for each seed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def is_exhaustive(item: pytest.Item) -> bool:
 
 
 def share_of(items: Sequence[pytest.Item], share: int, seed: str) -> list[pytest.Item]:
-    """Return one test in so many of each module, at least one, in their order.
+    """Return one test in so many, spread over the modules, in their order.
 
     Args:
         items: All tests.
@@ -107,7 +107,9 @@ def share_of(items: Sequence[pytest.Item], share: int, seed: str) -> list[pytest
     drawn: set[pytest.Item] = set()
     for tests in modules.values():
         drawn.update(sorted(tests, key=lot)[: -(-len(tests) // share)])
-    return [item for item in items if item in drawn]
+    # One of each module may be more than the share of all.
+    kept = set(sorted(drawn, key=lot)[: -(-len(items) // share)])
+    return [item for item in items if item in kept]
 
 
 def explores(item: pytest.Item) -> bool:
