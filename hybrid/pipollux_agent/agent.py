@@ -140,7 +140,8 @@ def _run_beside_servers() -> int:
         host.start()
         status = _run()
     finally:
-        signal.signal(signal.SIGTERM, lambda *_: host.hurry())
+        if not _asked:  # a repeated request has no effect: other replicas may still push
+            signal.signal(signal.SIGTERM, lambda *_: host.hurry())
         host.end(at_once=status not in (0, STOPPED))
     return status
 

@@ -30,7 +30,8 @@ LINGER = 120.0
 SAVING = 10.0
 """Seconds that a server has to save."""
 PAUSE = 1.0
-"""Seconds before a server that died is started again."""
+"""Seconds before a server that died is started again; they double each time."""
+LONGEST_PAUSE = 30.0
 FOLDER = "servers"
 """Name of the servers' folder beside the checkpoints."""
 
@@ -48,6 +49,8 @@ class ServerHost:
         self._host = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
+        self._lock = threading.Lock()
+        """Held to start the server, so that none is started once the end has begun."""
         self._watch: threading.Thread | None = None
 
     def start(self) -> None:
@@ -73,8 +76,9 @@ class ServerHost:
 
     def end(self, *, at_once: bool) -> None:
         """End the server: once no replica uses it, or at once."""
-        process = self._process
-        self._ending.set()
+        with self._lock:
+            self._ending.set()
+            process = self._process
         if process is None or process.stdin is None:
             return
         process.stdin.close()
@@ -110,16 +114,21 @@ class ServerHost:
 
     def _relaunch(self) -> None:
         """Start the server again whenever it ends before `end`."""
+        pause = PAUSE
         while self._process is not None:
             status = self._process.wait()
-            if self._ending.wait(PAUSE):
+            if self._ending.wait(pause):
                 return
+            pause = min(2.0 * pause, LONGEST_PAUSE)
             print(
                 f"pipollux: server {self._index} ended with status {status}, and is started again",
                 file=sys.stderr,
                 flush=True,
             )
-            self._launch()
+            with self._lock:
+                if self._ending.is_set():
+                    return
+                self._launch()
 
 
 def _for_a_server(environment: Mapping[str, str]) -> dict[str, str]:

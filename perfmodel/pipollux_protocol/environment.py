@@ -369,7 +369,7 @@ EXPECTED_REPLICAS = Variable(
     "PIPOLLUX_EXPECTED_REPLICAS",
     Whole(1),
     "scheduler",
-    "replicas that start together and push and pull",
+    "replicas that push and pull when this one is started",
     "torchrun's replicas",
 )
 SERVERS = Variable(

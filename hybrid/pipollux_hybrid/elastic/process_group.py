@@ -214,7 +214,7 @@ def num_replicas() -> int:
     """Return the number R of pipeline replicas of this job; it changes with elastic resizes.
 
     A replica that has not joined yet counts only itself. Replicas that push and pull count those
-    that torchrun starts together.
+    of their start, which torchrun or the scheduler starts together.
     """
     env = contexts.context().env
     return env.num_replicas if env.servers is None else env.expected_replicas

@@ -143,8 +143,8 @@ class JobEnvironment:
     """Servers through which replicas push and pull (``PIPOLLUX_SERVERS``). Each replica is then a
     job of one replica for everything else."""
     expected_replicas: int = 1
-    """Replicas that start together and push and pull (``PIPOLLUX_EXPECTED_REPLICAS``, else those of
-    torchrun)."""
+    """Replicas that push and pull when this one is started (``PIPOLLUX_EXPECTED_REPLICAS``, else
+    those that torchrun starts together)."""
     node: str | None = None
     """Node of this replica (``PIPOLLUX_NODE``); None: the host's name."""
 

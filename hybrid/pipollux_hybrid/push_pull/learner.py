@@ -178,7 +178,9 @@ class Learner:
         reply: dict[str, Any] = {"member": 0, "place": None}
         if env.stage == 0:
             header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
-            header |= {"num_layers": self._num_layers, "expected": env.expected_replicas}
+            # A joining replica waits for nobody.
+            expected = 1 if env.joins else env.expected_replicas
+            header |= {"num_layers": self._num_layers, "expected": expected}
             header["node"] = env.node or socket.gethostname()
             reply = self._worker.ask(header).wait().header
             self._note_present(reply)

@@ -22,8 +22,7 @@ def replica_variables(program: ReplicaProgram, launch: Launch, replica: int) -> 
     servers: dict[str, str] = {}
     if launch.num_servers:
         servers |= variables.NUM_SERVERS.write(launch.num_servers)
-        if not launch.joins(replica):
-            servers |= variables.EXPECTED_REPLICAS.write(launch.num_first)
+        servers |= variables.EXPECTED_REPLICAS.write(len(launch.assignments))
     return {
         "PYTHONUNBUFFERED": "1",
         **program.environment,

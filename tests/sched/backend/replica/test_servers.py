@@ -37,10 +37,10 @@ def test_each_replica_starts_alone() -> None:
 
 def test_what_a_replica_is_told() -> None:
     first, joining = (replica_variables(PROGRAM, launch(2), replica) for replica in (1, 2))
-    assert (first["PIPOLLUX_NUM_SERVERS"], first["PIPOLLUX_EXPECTED_REPLICAS"]) == ("2", "2")
+    assert (first["PIPOLLUX_NUM_SERVERS"], first["PIPOLLUX_EXPECTED_REPLICAS"]) == ("2", "3")
     assert (first["PIPOLLUX_NODE"], joining["PIPOLLUX_NODE"]) == ("n1", "n2")
     assert joining["PIPOLLUX_NUM_SERVERS"] == "2"
-    assert "PIPOLLUX_EXPECTED_REPLICAS" not in joining  # it waits for nobody
+    assert joining["PIPOLLUX_EXPECTED_REPLICAS"] == "3"  # the present size, for `num_replicas()`
     assert "PIPOLLUX_NUM_SERVERS" not in replica_variables(PROGRAM, launch(0), 0)
 
 
