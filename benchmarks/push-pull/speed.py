@@ -1,9 +1,9 @@
-"""Samples per second over slow links: an all-reduce per step, and push and pull every H steps.
+"""Samples per second over slow links: an all-reduce per step, torchft's DiLoCo, push and pull.
 
-Each replica and the server have a network namespace of their own, joined by a bridge; ``tc`` gives
-every link a rate, and a delay where the kernel has netem. Needs root on Linux.
+Each replica has a host of its own; see ``links.py``. Needs root on Linux.
 
-    python benchmarks/push-pull/speed.py [--rates 1000 50] [--seconds 60]
+    pip install --target FOLDER torchft==0.2.0
+    python benchmarks/push-pull/speed.py --torchft FOLDER [--rates 1000 50] [--seconds 90]
 """
 
 from __future__ import annotations
@@ -12,158 +12,250 @@ import argparse
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-DELAY = 10
-"""Milliseconds that each link adds, so that a round trip between two hosts takes 40."""
-PORT = 7700
+from links import Hosts, hosts
+
+ROOT = Path(__file__).parents[2]
+DELAY = 0.02
+"""Seconds that a frame takes from one host to another; a round trip takes twice as long."""
+PORT, BATCH, LAYERS = 7700, 32, 12
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def train(options: str, seconds: float, slow: float) -> None:
-    """Train a replica for some seconds after its first step, and print its samples per second."""
+def train(kind: str, options: Mapping[str, Any], slow: float) -> None:
+    """Train a replica until killed, and print when it has exchanged its changes."""
     import torch
     from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(512, 512),
+        *(nn.Sequential(nn.ReLU(), nn.Linear(512, 512)) for _ in range(LAYERS - 1)),
+    ]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    prepare: Callable[..., tuple[nn.Module, Iterator[Any]]] = {
+        "DDP": ddp,
+        "torchft": torchfts,
+    }.get(kind, ours)
+    wrapped, batches = prepare(model, optimizer, options)
+    every = options.get("sync_every", 1) // options.get("fragments", 1)
+    for steps, inputs in enumerate(batches, 1):
+        started = time.monotonic()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(inputs), inputs).backward()
+        if slow > 1.0:
+            time.sleep((slow - 1.0) * (time.monotonic() - started))
+        optimizer.step()
+        if steps % every == 0 and steps >= options.get("sync_every", 1):
+            print("STEPS", time.monotonic(), steps, flush=True)
+
+
+def ours(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Iterator[Any]]:
+    """Wrap the model in HybridParallel."""
+    import torch
     from torch.utils.data import TensorDataset
 
     import pipollux
 
-    torch.set_num_threads(1)
     pipollux.init_process_group("gloo")
-    torch.manual_seed(0)
-    layers = [
-        nn.Linear(512, 512),
-        *(nn.Sequential(nn.ReLU(), nn.Linear(512, 512)) for _ in range(11)),
-    ]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    chosen = pipollux.PushPull(**json.loads(options)) if options else None
+    chosen = None
+    if options:
+        outer = pipollux.OuterSGD(**OUTER)
+        chosen = pipollux.PushPull(outer_optimizer=outer, **options)
     wrapped = pipollux.HybridParallel(model, optimizer, synchronization=chosen)
-    data = TensorDataset(torch.randn(1 << 16, 512))
-    batch = 32 if chosen is not None else 32 * pipollux.num_replicas()
+    data = TensorDataset(torch.randn(1 << 18, 512))
+    batch = BATCH if chosen is not None else BATCH * pipollux.num_replicas()
     loader = pipollux.AdaptiveDataLoader(data, batch_size=batch, shuffle=False)
-    began, count = 0.0, 0
-    for _ in pipollux.remaining_epochs_until(1):
-        for (inputs,) in loader:
-            optimizer.zero_grad()
-            started = time.monotonic()
-            nn.functional.mse_loss(wrapped(inputs), inputs).backward()
-            optimizer.step()
-            if slow > 1.0:
-                time.sleep((slow - 1.0) * (time.monotonic() - started))
-            count += len(inputs)
-            if not began:
-                began, count = time.monotonic(), 0
-            elif time.monotonic() - began >= seconds:
-                break
-        break
-    print(f"RATE {count / (time.monotonic() - began)}", flush=True)
-    os._exit(0)
+
+    def batches() -> Iterator[Any]:
+        for _ in pipollux.remaining_epochs_until(1):
+            for (inputs,) in loader:
+                yield inputs
+
+    return wrapped, batches()
 
 
-@contextmanager
-def hosts(count: int, rate: float) -> Iterator[list[str]]:
-    """Join namespaces by a bridge, with links of ``rate`` Mbit/s; yield their names."""
-    tag = secrets.token_hex(2)
-    bridge, names = f"pb{tag}", [f"ph{tag}-{index}" for index in range(count)]
-    _run("ip", "link", "add", bridge, "type", "bridge")
-    try:
-        _run("ip", "link", "set", bridge, "up")
-        for index, name in enumerate(names):
-            outside = f"pv{tag}{index}"
-            _run("ip", "netns", "add", name)
-            _run(
-                "ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name
-            )
-            _run("ip", "link", "set", outside, "master", bridge, "up")
-            _run("ip", "-n", name, "addr", "add", f"10.213.0.{index + 1}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                _run("ip", "-n", name, "link", "set", link, "up")
-            # Both directions: what a host sends, and what it receives.
-            for within in (("ip", "netns", "exec", name), ()):
-                device = "eth0" if within else outside
-                command = (*within, "tc", "qdisc", "add", "dev", device, "root")
-                netem = ("netem", "delay", f"{DELAY}ms", "rate", f"{rate:g}mbit", "limit", "100000")
-                tried = subprocess.run([*command, *netem], check=False, capture_output=True)
-                if tried.returncode != 0:
-                    print(f"no delay: {tried.stderr.decode().strip()}", file=sys.stderr)
-                    _run(*command, "tbf", "rate", f"{rate:g}mbit", "burst", "64kb", "latency", "1s")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-        _run("ip", "link", "delete", bridge)
+def ddp(model: Any, *_: Any) -> tuple[Any, Iterator[Any]]:
+    """Wrap the model in DistributedDataParallel."""
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    return torch.nn.parallel.DistributedDataParallel(model), _random_batches()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
+def torchfts(model: Any, optimizer: Any, options: Mapping[str, Any]) -> tuple[Any, Iterator[Any]]:
+    """Have torchft's DiLoCo watch the optimizer."""
+    import torch
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    address = os.environ["PIPOLLUX_ADDRESS"]
+    store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=120)),
+        min_replica_size=int(os.environ["WORLD_SIZE"]),
+        use_async_quorum=False,
+        load_state_dict=lambda _state: None,
+        state_dict=dict,
+        replica_id=os.environ["RANK"],
+        store_addr=address,
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=os.environ["LIGHTHOUSE"],
+        hostname=address,
+        init_sync=False,  # all have the same parameters
+        timeout=timedelta(seconds=120),
+        quorum_timeout=timedelta(seconds=120),
+    )
+    number = options.get("fragments", 1)
+    size = LAYERS // number
+    parts = [model[at : at + size] for at in range(0, LAYERS, size)]
+    diloco = DiLoCo(
+        manager,
+        parts,
+        optimizer,
+        [torch.optim.SGD(part.parameters(), **OUTER) for part in parts],
+        sync_every=options["sync_every"],
+        fragment_sync_delay=options.get("overlap", 0),
+    )
+    diloco.__enter__()
+    model.torchft = manager, store  # for as long as the model trains
+    return model, _random_batches()
+
+
+def _random_batches() -> Iterator[Any]:
+    import torch
+
+    data = torch.randn(1 << 16, 512)
+    while True:
+        yield from data.split(BATCH)
+
+
+def lighthouse(address: str) -> None:
+    """Run torchft's lighthouse until killed."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(address, min_replicas=int(os.environ["WORLD_SIZE"]))
+    print(server.address(), flush=True)
+    time.sleep(1e6)
 
 
 def measure(
-    rate: float, options: Mapping[str, object] | None, seconds: float, slow: list[float]
+    rate: float, kind: str, options: Mapping[str, Any], given: argparse.Namespace, slow: list[float]
 ) -> list[float]:
     """Return the samples per second of each replica."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PIPOLLUX_TOKEN": secrets.token_hex(8)}
-    environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_PORT": "29400"}
+    environment |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+    environment |= {"MASTER_ADDR": "10.213.0.1", "MASTER_PORT": "29400"}
     environment |= {"PIPOLLUX_HINTS_INTERVAL": "100000", "PIPOLLUX_PROGRESS": "0"}
-    with hosts(len(slow) + 1, rate) as names, tempfile.TemporaryDirectory() as folder:
-        server = None
-        if options is not None:
-            address = f"10.213.0.{len(slow) + 1}"
-            environment["PIPOLLUX_SERVERS"] = f"{address}:{PORT}"
-            command = [sys.executable, "-m", "pipollux.server", "--host", address]
-            server = subprocess.Popen(_within(names[-1], command), env=environment)
+    environment |= {"WORLD_SIZE": str(len(slow)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    environment |= {"PYTHONPATH": given.torchft or "", "RUST_LOG": "error"}
+    with hosts(len(slow) + 1, rate, DELAY) as made, tempfile.TemporaryDirectory() as folder:
+        served = []
+        address = made.address(len(slow))
+        if kind == "torchft":
+            environment["LIGHTHOUSE"] = f"http://{address}:{PORT}"
+            command = [sys.executable, __file__, "--lighthouse", f"{address}:{PORT}"]
+            served.append(_start(made, len(slow), command, environment, Path(folder), "light"))
+        elif options:
+            on = range(len(slow)) if given.servers == "beside" else [len(slow)]
+            environment["PIPOLLUX_SERVERS"] = ",".join(f"{made.address(x)}:{PORT}" for x in on)
+            for index, host in enumerate(on):
+                command = [sys.executable, "-m", "pipollux.server", "--host", made.address(host)]
+                command += ["--index", str(index)]
+                served.append(_start(made, host, command, environment, Path(folder), "server"))
+        replicas = []
         try:
-            replicas = []
-            for rank, name in enumerate(names[:-1]):
-                place = {"RANK": str(rank), "WORLD_SIZE": str(len(slow)), "LOCAL_WORLD_SIZE": "1"}
-                place |= {"LOCAL_RANK": "0", "MASTER_ADDR": "10.213.0.1"}
-                place["PIPOLLUX_ADDRESS"] = f"10.213.0.{rank + 1}"
-                command = [sys.executable, __file__, "--replica", str(slow[rank])]
-                command += ["--seconds", str(seconds), "--options", json.dumps(options or "")]
-                output = (Path(folder) / str(rank)).open("w+")
-                replicas.append(
-                    (
-                        subprocess.Popen(
-                            _within(name, command), env=environment | place, stdout=output
-                        ),
-                        output,
-                    )
-                )
-            rates = []
-            for process, output in replicas:
-                process.wait(seconds * 10 + 300)
-                output.seek(0)
-                rates += [float(x.split()[1]) for x in output if x.startswith("RATE ")]
-                output.close()
-            return rates
+            for rank in range(len(slow)):
+                place = {"RANK": str(rank), "PIPOLLUX_ADDRESS": made.address(rank)}
+                command = [sys.executable, __file__, "--replica", str(slow[rank]), "--kind", kind]
+                command += ["--options", json.dumps(options)]
+                started = _start(made, rank, command, environment | place, Path(folder), "replica")
+                replicas.append(started)
+            outputs = [Path(folder) / f"replica-{rank}" for rank in range(len(slow))]
+            deadline = time.monotonic() + 300
+            while not all(_exchanges(output) for output in outputs):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{kind}: a replica has not exchanged in 300 s")
+                time.sleep(0.1)
+            time.sleep(given.seconds)
+            return [_rate(_exchanges(output)) for output in outputs]
         finally:
-            for process in [x for x, _ in replicas] + ([server] if server else []):
-                process.send_signal(signal.SIGKILL)
+            for process in [*replicas, *served]:
+                process.kill()
                 process.wait()
 
 
-def _within(name: str, command: list[str]) -> list[str]:
-    return ["ip", "netns", "exec", name, *command]
+def _exchanges(output: Path) -> list[tuple[float, int]]:
+    """Return when a replica had taken how many steps."""
+    lines = [x.split() for x in output.read_text().splitlines() if x.startswith("STEPS ")]
+    return [(float(x[1]), int(x[2])) for x in lines]
 
 
-def compare_straggler(rate: float, number: int, seconds: float) -> None:
+def _rate(exchanges: list[tuple[float, int]]) -> float:
+    """Return samples per second from one exchange to another, so that none is counted in part."""
+    (start, before), (end, after) = exchanges[0], exchanges[-1]
+    return BATCH * (after - before) / (end - start)
+
+
+def _start(
+    made: Hosts,
+    host: int,
+    command: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    name: str,
+) -> subprocess.Popen[bytes]:
+    with (folder / f"{name}-{host}").open("w") as output:
+        return subprocess.Popen(made.within(host, command), env=environment, stdout=output)
+
+
+EVERY: dict[str, Any] = {"sync_every": 100}
+STREAMED: dict[str, Any] = {**EVERY, "fragments": 4, "overlap": 24}
+CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all-reduce per step": ("all-reduce", {}),
+    "DDP": ("DDP", {}),
+    "torchft, H = 100": ("torchft", EVERY),
+    "push and pull, H = 100": ("push-pull", EVERY),
+    "torchft, H = 100, P = 4, τ = 24": ("torchft", STREAMED),
+    "push and pull, H = 100, P = 4, τ = 24": ("push-pull", STREAMED),
+    "the same, int8": ("push-pull", {**STREAMED, "compression": "int8"}),
+}
+
+
+def compare(rate: float, number: int, given: argparse.Namespace) -> None:
+    """Print what two equal replicas do."""
+    for name, (kind, options) in CONTESTANTS.items():
+        if kind not in given.kinds or (kind == "torchft" and not given.torchft):
+            continue
+        found = measure(rate, kind, options, given, [1.0, 1.0])
+        shown = ", ".join(f"{x:.1f}" for x in found)
+        print(f"| {rate:g} Mbit/s | {number} | {name} | {sum(found):.1f} | {shown} |", flush=True)
+
+
+def compare_straggler(rate: float, number: int, given: argparse.Namespace) -> None:
     """Print what a replica and one three times slower do alone, and together."""
-    every = {"sync_every": 100, "fragments": 4, "overlap": 24}
-    alone = [measure(rate, every, seconds, [slow])[0] for slow in (1.0, 3.0)]
-    contestants: dict[str, dict[str, object] | None] = {
-        "all-reduce per step": None,
-        "H = 100, P = 4, τ = 24, s = 0": every,
-        "the same, s = 2": {**every, "max_staleness": 2},
+    slow = [1.0, 3.0]
+    alone = [measure(rate, "push-pull", STREAMED, given, [x])[0] for x in slow]
+    contestants: dict[str, tuple[str, dict[str, Any]]] = {
+        "all-reduce per step": ("all-reduce", {}),
+        **({"torchft": ("torchft", STREAMED)} if given.torchft else {}),
+        "H = 100, P = 4, τ = 24, s = 0": ("push-pull", STREAMED),
+        "the same, s = 2": ("push-pull", {**STREAMED, "max_staleness": 2}),
     }
-    for name, options in contestants.items():
-        found = measure(rate, options, seconds, [1.0, 3.0])
+    for name, (kind, options) in contestants.items():
+        found = measure(rate, kind, options, given, slow)
         ratio = sum(found) / sum(alone)
         shown = ", ".join(f"{x:.1f}" for x in (*alone, *found))
         print(f"| {rate:g} Mbit/s | {number} | {name} | {ratio:.3f} | {shown} |", flush=True)
@@ -172,38 +264,31 @@ def compare_straggler(rate: float, number: int, seconds: float) -> None:
 def main() -> None:
     """Measure all contestants in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--torchft", help="folder with torchft; left out: without it")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000.0, 50.0])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=90.0)
+    kinds = sorted({kind for kind, _ in CONTESTANTS.values()})
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--servers",
+        choices=["beside", "one"],
+        default="beside",
+        help="one beside each replica, or one on a host of its own",
+    )
     parser.add_argument("--straggler", action="store_true", help="one of two is three times slower")
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--lighthouse", help=argparse.SUPPRESS)
     parser.add_argument("--replica", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--options", default='""', help=argparse.SUPPRESS)
+    parser.add_argument("--options", default="{}", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.lighthouse:
+        lighthouse(given.lighthouse)
     if given.replica is not None:
-        options = json.loads(given.options)
-        train(json.dumps(options) if options else "", given.seconds, given.replica)
-    every = {"sync_every": 100, "fragments": 4, "overlap": 24}
-    contestants: dict[str, dict[str, object] | None] = {
-        "all-reduce per step": None,
-        "push and pull, H = 100": {"sync_every": 100},
-        "H = 100, P = 4, τ = 24": dict(every),
-        "H = 100, P = 4, τ = 24, int8": {**every, "compression": "int8"},
-    }
-    if given.straggler:
+        train(given.kind, json.loads(given.options), given.replica)
+    for number in range(given.rounds):
         for rate in given.rates:
-            for number in range(given.rounds):
-                compare_straggler(rate, number, given.seconds)
-        return
-    slow = [1.0, 1.0]
-    for rate in given.rates:
-        for number in range(given.rounds):
-            for name, options in contestants.items():
-                found = measure(rate, options, given.seconds, slow)
-                shown = ", ".join(f"{x:.1f}" for x in found)
-                print(
-                    f"| {rate:g} Mbit/s | {number} | {name} | {sum(found):.1f} | {shown} |",
-                    flush=True,
-                )
+            (compare_straggler if given.straggler else compare)(rate, number, given)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ of a layer changes in one operation, so that a copy of it taken at any moment is
 parameters include exactly the samples that are credited.
 
 Operations are deterministic: the next server applies the same ones in the same order, and holds an
-equal copy.
+equal copy. Pushes may reach it only with the step that they are part of (:class:`Step`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipollux_hybrid.errors import PipolluxError
 
 from .intervals import IntervalSet
 from .options import OuterSGD
-from .outer_step import Change, OuterState
+from .outer_step import Change, OuterState, Share, share_of
 
 GENERATION = 1 << 40
 """Distance between the revisions of two generations; one begins when a server is restored."""
@@ -52,6 +52,15 @@ class Push(NamedTuple):
     """Of each layer, the positions of these samples."""
     revisions: Mapping[int, int]
     """Of each layer, the revision that it had pulled."""
+
+
+class Step(NamedTuple):
+    """An outer step of a layer."""
+
+    share: Share | None
+    """What the pushes add; None: a copy computes it from the pushes that it has."""
+    state: Mapping[str, Any]
+    """What else of the layer a push changes, after the step."""
 
 
 @dataclass
@@ -107,14 +116,10 @@ class KeyRange:
             clocks = [state.clocks.get(member, 0) for member in others or begin]
             state.clocks |= dict.fromkeys(begin, max(clocks, default=0))
         self.counted |= known
-        for state in self.layers.values():
-            self._advance(state)
 
     def fence(self, member: int, place: Place) -> dict[int, IntervalSet]:
         """Refuse pushes of a member from now on; return each layer's credits in a loop."""
         self.counted.pop(member, None)
-        for state in self.layers.values():
-            self._advance(state)
         return self.credits(place)
 
     def credits(self, place: Place) -> dict[int, IntervalSet]:
@@ -126,7 +131,7 @@ class KeyRange:
         return found
 
     def push(self, push: Push, changes: Mapping[int, Sequence[Tensor]]) -> None:
-        """Accept changes of layers, and step where that completes a round.
+        """Accept changes of layers, for the next step of each.
 
         A push that was accepted before is accepted again, without an effect.
 
@@ -159,26 +164,59 @@ class KeyRange:
         state.numbers[member] = push.number
         state.weights[member] = weight
         state.clocks[member] = state.clocks.get(member, 0) + 1
-        self._advance(state)
 
-    def _advance(self, state: LayerState) -> None:
-        """Take an outer step if enough members have pushed."""
-        counted = [member for member, counts in self.counted.items() if counts]
-        missing = [member for member in counted if member not in state.pending]
-        if not state.pending:
-            return
-        if self.least_pushes is None:
-            ready = not missing
-        else:
-            ready = len(state.pending) >= min(self.least_pushes, len(counted))
-        if not ready:
-            return
+    def due(self) -> list[int]:
+        """Return the layers to which enough members have pushed for a step."""
+        found = []
+        for layer, state in self.layers.items():
+            if self.least_pushes is None:
+                ready = not self._missing(state)
+            else:
+                counted = sum(self.counted.values())
+                ready = len(state.pending) >= min(self.least_pushes, counted)
+            if state.pending and ready:
+                found.append(layer)
+        return found
+
+    def _missing(self, state: LayerState) -> list[int]:
+        """Return the members of which a round of a layer lacks a push."""
+        return [x for x, counts in self.counted.items() if counts and x not in state.pending]
+
+    def next_step(self, layer: int) -> Step:
+        """Return the step of a layer that is due."""
+        state = self.layers[layer]
+        after = {name: getattr(state, name) for name in ("clocks", "weights", "numbers")}
+        after |= {"place": state.place, "credits": list(state.credits)}
+        return Step(self._share(state), {**after, "revision": state.revision + 1})
+
+    def _share(self, state: LayerState) -> Share:
         total = sum(change.weight for change in state.pending.values())
         usual = total / len(state.pending)  # for members that have not pushed yet
-        total += sum(state.weights.get(member, usual) for member in missing)
-        state.outer.step(state.pending, total, self.outer)
+        total += sum(state.weights.get(member, usual) for member in self._missing(state))
+        return share_of(state.pending, total)
+
+    def step(self, layer: int, step: Step) -> None:
+        """Take a step of a layer; a repeated one has no effect."""
+        state, after = self.layers[layer], step.state
+        if int(after["revision"]) <= state.revision:
+            return
+        state.outer.step(step.share or self._share(state), self.outer)
         state.pending = {}
-        state.revision += 1
+        _adopt(state, after)
+
+    def settled(self, member: int, layers: Mapping[int, int]) -> bool | None:
+        """Return whether pushes of layers, by their numbers, are known; None while they wait for a
+        step.
+
+        Raises:
+            RejectedError: The member is fenced.
+        """
+        if member not in self.counted:
+            raise RejectedError(FENCED)
+        states = [(self.layers[layer], number) for layer, number in layers.items()]
+        if any(state.numbers.get(member, 0) < number for state, number in states):
+            return False
+        return None if any(member in state.pending for state, _ in states) else True
 
     def may_pull(self, layer: int, member: int, after: int) -> bool:
         """Return whether a member's pull of a layer has not to wait: its own push number ``after``
@@ -230,18 +268,20 @@ def layer_of(content: Mapping[str, Any]) -> LayerState:
         float(content["fraction"]),
     )
     pending = {m: Change(float(w), tensors) for m, (w, *tensors) in content["pending"].items()}
+    state = LayerState(tuple(content["names"]), outer, pending=pending)
+    _adopt(state, content)
+    return state
+
+
+def _adopt(state: LayerState, content: Mapping[str, Any]) -> None:
+    """Take what is no tensor from a :func:`layer_content`, or from its form in JSON."""
     epoch, loop = content["place"]
-    return LayerState(
-        tuple(content["names"]),
-        outer,
-        int(content["revision"]),
-        pending,
-        dict(content["clocks"]),
-        dict(content["weights"]),
-        dict(content["numbers"]),
-        (int(epoch), int(loop)),
-        IntervalSet((int(start), int(stop)) for start, stop in content["credits"]),
-    )
+    state.revision, state.place = int(content["revision"]), (int(epoch), int(loop))
+    state.clocks = {int(member): int(x) for member, x in content["clocks"].items()}
+    state.weights = {int(member): float(x) for member, x in content["weights"].items()}
+    state.numbers = {int(member): int(x) for member, x in content["numbers"].items()}
+    spans = content["credits"]
+    state.credits = IntervalSet((int(start), int(stop)) for start, stop in spans)
 
 
 def restored(content: Mapping[str, Any]) -> LayerState:

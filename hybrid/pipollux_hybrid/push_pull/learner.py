@@ -48,6 +48,8 @@ ALIGNING = 15.0
 """Seconds of waiting for other replicas after which all fragments are pushed."""
 LEAVING = 5.0
 """Seconds that the end of the script waits for the servers to note it."""
+COMPRESSED = 4
+"""Compressed pushes that have as many bytes as an outer step."""
 SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
 
@@ -93,7 +95,9 @@ class Learner:
         self._num_layers, self._sizes = len(module), layer_sizes(module)
         self._frozen = _digest(module)
         timeout = ctx.control.timeout
-        self._worker = KVWorker(env.servers, env.token, self._sizes, timeout)
+        # A copy does not know pushes before their step, so it cannot tell how far others are.
+        copies = options.max_staleness == 0 and options.quorum is None
+        self._worker = KVWorker(env.servers, env.token, self._sizes, timeout, copies=copies)
         ctx.closers.append(self._close)
         self._module = module
         self.trained = False
@@ -359,15 +363,17 @@ class Learner:
                 self._apply(fragment)
         for fragment in self._fragments:
             if fragment.spans:
-                self._push(fragment)
+                self._push(fragment, at_once=True)
         for confirmation in self._confirmations:
             confirmation.wait()
         self._confirmations.clear()
         while self._completions:
             self._completions.popleft().wait()
 
-    def _push(self, fragment: Fragment) -> None:
-        """Send a fragment's change, and request what it becomes."""
+    def _push(self, fragment: Fragment, *, at_once: bool = False) -> None:
+        """Send a fragment's change, and request what it becomes. ``at_once``: the servers confirm
+        it before their step, which others may not make soon.
+        """
         fragment.number += 1
         changes: dict[int, list[Tensor]] = {}
         scales: dict[str, list[float]] = {}
@@ -391,6 +397,10 @@ class Learner:
             "revisions": {str(key): self._revisions[key] for key in fragment.keys},
         }
         header["weights"] = {str(key): weight for key, weight in header["weights"].items()}
+        # Few small pushes are sent on for the copy as they are, since a step has full precision.
+        present = self._context.at_servers
+        few = present is not None and len(present.replicas) <= COMPRESSED
+        header["at_once"] = at_once or (self._feedback is not None and few)
         if scales:
             header["scales"] = scales
         done = {"op": "complete", "place": self._place, "intervals": header["intervals"]}

@@ -39,6 +39,27 @@ class Change(NamedTuple):
     tensors: Sequence[Tensor]
 
 
+class Share(NamedTuple):
+    """What changes of replicas add to a round."""
+
+    fraction: float
+    """Their part of the round's weight."""
+    tensors: Sequence[Tensor]
+    """Sum of the changes, each with its part of the round's weight."""
+
+
+def share_of(changes: Mapping[int, Change], total: float) -> Share:
+    """Return what changes, by replica, add to a round of weight ``total``."""
+    sums = [torch.zeros_like(tensor) for tensor in next(iter(changes.values())).tensors]
+    if total <= 0.0:
+        return Share(0.0, sums)
+    for replica in sorted(changes):  # one order of additions, whoever came first
+        weight, tensors = changes[replica]
+        for added, tensor in zip(sums, tensors, strict=True):
+            added.add_(tensor, alpha=weight / total)
+    return Share(sum(change.weight for change in changes.values()) / total, sums)
+
+
 @dataclass
 class OuterState:
     """Parameters Θ of a layer, and the outer optimizer's state."""
@@ -55,17 +76,11 @@ class OuterState:
             if not tensors:
                 tensors.extend(torch.zeros_like(value) for value in self.values)
 
-    def step(self, changes: Mapping[int, Change], total: float, outer: OuterSGD) -> None:
-        """Apply changes of replicas, by id; ``total`` is the weight of a whole round."""
-        if total <= 0.0:
-            return
-        self.fraction += sum(change.weight for change in changes.values()) / total
+    def step(self, share: Share, outer: OuterSGD) -> None:
+        """Apply a share of a round."""
+        self.fraction += share.fraction
         ends = self.fraction >= WHOLE
-        for index, value in enumerate(self.values):
-            mean = torch.zeros_like(value)
-            for replica in sorted(changes):  # one order of additions, whoever came first
-                weight, tensors = changes[replica]
-                mean.add_(tensors[index], alpha=weight / total)
+        for index, (value, mean) in enumerate(zip(self.values, share.tensors, strict=True)):
             value.sub_(mean, alpha=outer.lr)
             if not outer.momentum:
                 continue

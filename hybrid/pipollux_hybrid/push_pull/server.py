@@ -5,9 +5,14 @@
     replicas ──push, pull──▶ server i ──operation──▶ server i + 1, with a copy of i's range
     replicas ──leases──────▶ server 0 ──who takes part──▶ all servers
 
-An operation is confirmed once the next server has applied it to its copy, too. A server that is
-started again takes its range from there, and continues as if it had only been slow. Where no other
-server holds it, it is read from the folder, as of the last save: replicas then have to join again.
+An operation is confirmed once the next server has applied it to its copy, too. Pushes are sent on
+together, as the step that they make, so that a copy costs the network one push and not one of each
+replica: until then the replica keeps its push, and sends it again if the server does not know it.
+A replica beside the copy pulls from there.
+
+A server that is started again takes its range from the copy, and continues as if it had only been
+slow. Where no other server holds it, it is read from the folder, as of the last save: replicas then
+have to join again.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ PATIENCE = 1800.0
 """Seconds that a server waits for another one."""
 BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward"})
 """Requests of the servers beside this one, answered also before it is ready."""
+MAY_STEP = frozenset({"push", "count", "fence"})
+"""Operations after which an outer step may be due."""
 AMONG_ALL = frozenset({"admit", "count", "fence"})
 """Operations of the first server on all of them."""
 DIFFERENCES = {
@@ -82,6 +89,8 @@ class Server:
         """None before the job's first replica has joined."""
         self._held: Shard | None = None
         """Of the previous server."""
+        self._kept_back: dict[int, list[Message]] = {}
+        """Pushes, by member, that the next server gets with their step."""
         self._lock, self._ledger_lock = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Condition()
         self._version = 0
@@ -156,6 +165,8 @@ class Server:
             if self.shard.ledger is not None:
                 now = time.monotonic()
                 self._seen = dict.fromkeys(self.shard.ledger.members, now)
+            async with self._lock:  # a step may have been due when the server ended
+                await self._step(self.shard)
 
     @property
     def _next(self) -> int:
@@ -201,19 +212,85 @@ class Server:
         # Refused here is refused there, too: operations are deterministic.
         with suppress(RejectedError, ValueError):
             self._held.apply(inner)
+        await self._notify()
         return Message({})
 
     async def _apply(self, message: Message) -> Message:
         """Apply an operation to the copy and to the range, and wake requests that wait."""
-        own = self._own
+        own, operation = self._own, message.header["op"]
         async with self._lock:
+            if operation == "fence":
+                await self._send_kept_back(int(message.header["member"]))
             await self._forward(message)
             reply = own.apply(message)
-        async with self._changed:
-            if message.header["op"] != "answer" or reply.header["count"]:
-                self._version += 1
-            self._changed.notify_all()
+            if operation in MAY_STEP:
+                await self._step(own)
+        await self._notify(changed=operation != "answer" or bool(reply.header["count"]))
         return reply
+
+    async def _push(self, message: Message) -> Message:
+        """Accept changes of layers; ``kept_back`` in the reply: the next server has not got them,
+        and the replica has to ask until it has ("settle").
+        """
+        if not self._others or message.header["at_once"]:
+            return await self._apply(message)
+        own, member = self._own, int(message.header["member"])
+        async with self._lock:
+            own.apply(message)
+            self._kept_back.setdefault(member, []).append(message)
+            await self._step(own)
+        await self._notify()
+        return Message({"kept_back": member in self._kept_back})
+
+    async def _settle(self, message: Message) -> Message:
+        """Return whether pushes of layers are known, once the next server has got them."""
+        header = message.header
+        layers = {int(layer): int(number) for layer, number in header["layers"].items()}
+
+        async def attempt() -> Any:
+            return self._own.keys.settled(int(header["member"]), layers)
+
+        found = await self._until(attempt)
+        return Message({"waits": True} if found is None else {"known": found})
+
+    async def _step(self, own: Shard) -> None:
+        """Take the outer steps that are due, on the copy first."""
+        kept_back = {
+            (member, int(key))
+            for member, several in self._kept_back.items()
+            for message in several
+            for key in message.header["counts"]
+        }
+
+        def shipped(key: int) -> bool:
+            return any((member, key) in kept_back for member in own.keys.layers[key].pending)
+
+        steps = own.next_steps(shipped)
+        if steps is None:
+            return
+        await self._forward(steps)
+        own.apply(steps)
+        waiting = own.keys.layers
+        for member, several in list(self._kept_back.items()):
+            left = [
+                message
+                for message in several
+                if any(member in waiting[int(key)].pending for key in message.header["counts"])
+            ]
+            if left:
+                self._kept_back[member] = left
+            else:
+                del self._kept_back[member]
+
+    async def _send_kept_back(self, member: int) -> None:
+        """Send pushes of a member on whose replica cannot send them again."""
+        for message in self._kept_back.pop(member, []):
+            await self._forward(message)
+
+    async def _notify(self, *, changed: bool = True) -> None:
+        async with self._changed:
+            self._version += changed
+            self._changed.notify_all()
 
     async def _forward(self, message: Message) -> None:
         if not self._others:
@@ -253,7 +330,8 @@ class Server:
             "open": self._open,
             "answer": self._answer,
             "complete": self._complete,
-            "push": self._apply,
+            "push": self._push,
+            "settle": self._settle,
             "pull": self._pull,
             "configure": self._configure,
             "credits": self._credits,
@@ -354,23 +432,25 @@ class Server:
 
     async def _pull(self, message: Message) -> Message:
         """Return layers' parameters, once the member's own push is included and the slowest member
-        is close enough.
+        is close enough; with ``copy`` those of the previous server, if this one has them.
         """
-        member = int(message.header["member"])
+        member, copied = int(message.header["member"]), bool(message.header["copy"])
         layers = {int(layer): int(after) for layer, after in message.header["layers"].items()}
         began = time.monotonic()
 
         async def attempt() -> Any:
-            if member not in self._own.keys.counted:
+            shard = self._held if copied else self._own
+            if shard is None or (copied and member not in shard.keys.counted):
+                return NO_STATE
+            if member not in shard.keys.counted:
                 raise RejectedError(FENCED)
-            keys = self._own.keys
-            return (
-                all(keys.may_pull(layer, member, after) for layer, after in layers.items()) or None
-            )
+            near = (shard.keys.may_pull(layer, member, after) for layer, after in layers.items())
+            return shard if all(near) else None
 
-        if await self._until(attempt) is None:
-            return Message({"waits": True})
-        header, tensors = layers_to_pull(self._own, layers)
+        found = await self._until(attempt)
+        if found is None or found is NO_STATE:
+            return Message({"waits": True} if found is None else {"none": True})
+        header, tensors = layers_to_pull(found, layers)
         return Message({**header, "waited": time.monotonic() - began}, tensors)
 
     async def _until(self, attempt: Callable[[], Awaitable[Any]]) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from .compression import Quantized
-from .key_range import KeyRange, Place, Push
+from .key_range import KeyRange, Place, Push, Step
 from .ledger import Credits, Ledger
 from .options import AUTO, OuterSGD
-from .transport import Message, unflattened
+from .outer_step import Share
+from .transport import Message, flattened, unflattened
 
 
 class Shard:
@@ -89,6 +90,30 @@ class Shard:
                 for key, several in groups.items()
             }
         self.keys.push(push, groups)
+        return Message({})
+
+    def next_steps(self, shipped: Callable[[int], bool]) -> Message | None:
+        """Return the steps that are due as an operation; None if there are none. Those of layers
+        for which ``shipped`` is true contain what their pushes add.
+        """
+        steps = {key: self.keys.next_step(key) for key in self.keys.due()}
+        if not steps:
+            return None
+        sent = {key: x.share for key, x in steps.items() if x.share is not None and shipped(key)}
+        counts, tensors = flattened({key: share.tensors for key, share in sent.items()})
+        fractions = {str(key): share.fraction for key, share in sent.items()}
+        states = {str(key): step.state for key, step in steps.items()}
+        header = {"op": "step", "states": states, "fractions": fractions, "counts": counts}
+        return Message(header, tensors)
+
+    def _op_step(self, message: Message) -> Message:
+        header = message.header
+        sums = unflattened(header["counts"], message.tensors)
+        for key, state in header["states"].items():
+            share = None
+            if key in header["fractions"]:
+                share = Share(float(header["fractions"][key]), sums[int(key)])
+            self.keys.step(int(key), Step(share, state))
         return Message({})
 
     def _op_join(self, message: Message) -> Message:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import socket
 import sys
 import threading
 import time
@@ -85,6 +86,18 @@ def server_of(sizes: Sequence[int], num_servers: int) -> list[int]:
     return owners
 
 
+def is_here(address: str) -> bool:
+    """Return whether the host of an address is this one."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
 class KVWorker:
     """Pushes and pulls layers of a model; keys are their indices.
 
@@ -93,11 +106,19 @@ class KVWorker:
         token: The job's token.
         sizes: Bytes of each layer.
         timeout: Seconds to wait for a server that does not answer.
+        copies: Whether to pull from copies on this host.
     """
 
     def __init__(
-        self, addresses: Sequence[str], token: str, sizes: Sequence[int], timeout: float
+        self,
+        addresses: Sequence[str],
+        token: str,
+        sizes: Sequence[int],
+        timeout: float,
+        *,
+        copies: bool,
     ) -> None:
+        self._copies, self._here = copies, [is_here(address) for address in addresses]
         self._owners = server_of(sizes, len(addresses))
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
@@ -129,15 +150,33 @@ class KVWorker:
         changes: Mapping[int, Sequence[Tensor]],
         header: Mapping[str, Any],
         callback: Callable[[], None] | None = None,
-    ) -> Handle[list[Message]]:
+    ) -> Handle[None]:
         """Send changes of layers, each to its server; ``callback`` is called in the thread once all
-        have confirmed. Tensors must not change until then.
+        have confirmed. Tensors must not change until then. Servers confirm at once if the header
+        has ``at_once``, and else when they step.
         """
-        requests = []
+        pushes = []
         for server, keys in self._by_server(changes).items():
             counts, tensors = flattened({key: changes[key] for key in keys})
-            requests.append((server, Message({**header, "op": "push", "counts": counts}, tensors)))
-        return self._start(self._all(requests), callback)
+            message = Message({**header, "op": "push", "counts": counts}, tensors)
+            pushes.append(self._push(server, message))
+
+        async def all_confirmed() -> None:
+            await asyncio.gather(*pushes)
+
+        return self._start(all_confirmed(), callback)
+
+    async def _push(self, server: int, push: Message) -> None:
+        """Push until another server has it, too: a server that is started again may not know it."""
+        header = push.header
+        layers = dict.fromkeys(header["counts"], header["number"])
+        settle = Message({"op": "settle", "member": header["member"], "layers": layers})
+        while True:
+            reply = await self._call(server, push)
+            if not reply.header.get("kept_back"):
+                return
+            if (await self._call(server, settle)).header["known"]:
+                return
 
     def pull(
         self,
@@ -148,15 +187,24 @@ class KVWorker:
         """Request layers, each from its server; of each, the number of the caller's push that has
         to be included.
         """
-        requests = [
-            (server, Message({**header, "op": "pull", "layers": {str(k): layers[k] for k in keys}}))
+        asked = {
+            server: {**header, "op": "pull", "layers": {str(key): layers[key] for key in keys}}
             for server, keys in self._by_server(layers).items()
-        ]
+        }
 
         async def pulled() -> Pulled:
-            return Pulled(await self._all(requests))
+            return Pulled(await asyncio.gather(*(self._pull(*each) for each in asked.items())))
 
         return self._start(pulled(), callback)
+
+    async def _pull(self, server: int, header: Mapping[str, Any]) -> Message:
+        """Pull from a copy on this host, if there is one, else from the server itself."""
+        following = (server + 1) % len(self._servers)
+        if self._copies and self._here[following] and not self._here[server]:
+            reply = await self._call(following, Message({**header, "copy": True}))
+            if "none" not in reply.header:
+                return reply
+        return await self._call(server, Message({**header, "copy": False}))
 
     def init(
         self, layers: Mapping[int, Sequence[Tensor]], names: Mapping[int, Sequence[str]]

@@ -96,9 +96,9 @@ class Job:
         process.join(PATIENCE)
 
     def is_lost(self, member: int) -> bool:
-        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE)
+        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE, copies=False)
         try:
-            worker.ask({"op": "pull", "member": member, "layers": {}}).wait()
+            worker.ask({"op": "pull", "member": member, "layers": {}, "copy": False}).wait()
         except ServerError as error:
             return str(error) == FENCED
         finally:
@@ -106,7 +106,7 @@ class Job:
         return False
 
     def servers_are_ready(self) -> bool:
-        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE)
+        worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE, copies=False)
         try:
             worker.tell_all({"op": "configure", "options": {}, "again": False})
         except ServerError:

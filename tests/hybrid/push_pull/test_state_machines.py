@@ -30,7 +30,7 @@ from pipollux_hybrid.push_pull.key_range import (
 )
 from pipollux_hybrid.push_pull.ledger import Ledger
 from pipollux_hybrid.push_pull.options import OuterSGD, PushPull
-from pipollux_hybrid.push_pull.outer_step import Change, OuterState
+from pipollux_hybrid.push_pull.outer_step import Change, OuterState, share_of
 from pipollux_hybrid.push_pull.worker import server_of
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
@@ -98,7 +98,7 @@ def test_a_round_of_all_is_torchs_step(momentum: float, nesterov: bool) -> None:
         theirs.grad = torch.stack(weighted).sum(0) / 8.0
         sgd.step()
         pushed = {n: Change(w, [x]) for n, (w, x) in enumerate(zip(weights, changes, strict=True))}
-        state.step(pushed, 8.0, outer)
+        state.step(share_of(pushed, 8.0), outer)
         torch.testing.assert_close(state.values[0], theirs.detach(), rtol=0, atol=1e-14)
 
 
@@ -109,9 +109,9 @@ def test_changes_one_by_one_make_the_round_of_all(nesterov: bool) -> None:
     for number in range(4):
         values = [torch.full((2,), float(number + k), dtype=torch.float64) for k in range(3)]
         changes = {k: Change(k + 1.0, [x]) for k, x in enumerate(values)}
-        at_once.step(changes, 6.0, outer)
+        at_once.step(share_of(changes, 6.0), outer)
         for k, change in changes.items():
-            singly.step({k: change}, 6.0, outer)
+            singly.step(share_of({k: change}, 6.0), outer)
         torch.testing.assert_close(singly.values[0], at_once.values[0], rtol=0, atol=1e-12)
         assert singly.fraction == 0.0
 
@@ -125,6 +125,13 @@ def _keys(least: int | None = None, stale: float = 0) -> KeyRange:
     return keys
 
 
+def _do(keys: KeyRange, name: str, *arguments: Any) -> None:
+    """Apply an operation, and take the steps that it makes due."""
+    getattr(keys, name)(*arguments)
+    for layer in keys.due():
+        keys.step(layer, keys.next_step(layer))
+
+
 def _push(member: int, number: int, revision: int = 0, start: int = 0) -> Push:
     return Push(member, number, {0: 4.0}, (0, 0), {0: [(start, start + 4)]}, {0: revision})
 
@@ -135,11 +142,11 @@ def _change(value: float) -> dict[int, list[Tensor]]:
 
 def test_a_round_waits_for_all_and_a_repeated_push_is_counted_once() -> None:
     keys = _keys()
-    keys.push(_push(1, 1), _change(1.0))
-    keys.push(_push(1, 1), _change(1.0))
+    _do(keys, "push", _push(1, 1), _change(1.0))
+    _do(keys, "push", _push(1, 1), _change(1.0))
     assert keys.layers[0].revision == 0
     assert not keys.may_pull(0, 1, 1)
-    keys.push(_push(2, 1, start=4), _change(3.0))
+    _do(keys, "push", _push(2, 1, start=4), _change(3.0))
     assert keys.layers[0].revision == 1
     assert keys.may_pull(0, 1, 1)
     assert float(keys.layers[0].outer.values[0]) == -2.0
@@ -148,42 +155,42 @@ def test_a_round_waits_for_all_and_a_repeated_push_is_counted_once() -> None:
 
 def test_a_fenced_member_is_not_waited_for_and_cannot_push() -> None:
     keys = _keys()
-    keys.push(_push(1, 1), _change(1.0))
-    keys.fence(2, (0, 0))
+    _do(keys, "push", _push(1, 1), _change(1.0))
+    _do(keys, "fence", 2, (0, 0))
     assert keys.layers[0].revision == 1
     with pytest.raises(RejectedError, match=FENCED):
-        keys.push(_push(2, 1), _change(1.0))
+        _do(keys, "push", _push(2, 1), _change(1.0))
 
 
 def test_a_pull_waits_only_for_those_too_far_behind() -> None:
     keys = _keys(least=1, stale=1)
     for number in (1, 2):
-        keys.push(_push(1, number, revision=number - 1), _change(1.0))
+        _do(keys, "push", _push(1, number, revision=number - 1), _change(1.0))
         assert keys.may_pull(0, 1, number) is (number == 1)
-    keys.push(_push(2, 1, revision=2), _change(1.0))
+    _do(keys, "push", _push(2, 1, revision=2), _change(1.0))
     assert keys.may_pull(0, 1, 2)
 
 
 def test_members_begin_a_loop_in_one_round_whoever_was_ahead() -> None:
     keys = _keys()
-    keys.count({2: False})  # it has no samples left
-    keys.push(_push(1, 1), _change(1.0))
-    keys.count({1: False})
-    keys.count({1: True, 2: True})
+    _do(keys, "count", {2: False})  # it has no samples left
+    _do(keys, "push", _push(1, 1), _change(1.0))
+    _do(keys, "count", {1: False})
+    _do(keys, "count", {1: True, 2: True})
     assert keys.layers[0].clocks == {1: 1, 2: 1}
     assert keys.may_pull(0, 1, 1)
 
 
 def test_revisions_do_not_go_back_when_a_server_is_restored() -> None:
     keys = _keys(least=1)
-    keys.push(_push(1, 1), _change(1.0))
+    _do(keys, "push", _push(1, 1), _change(1.0))
     kept = copy.deepcopy(layer_content(keys.layers[0]))
-    keys.push(_push(2, 1, revision=1), _change(1.0))
+    _do(keys, "push", _push(2, 1, revision=1), _change(1.0))
     before = keys.layers[0].revision
     keys.layers[0] = restored(kept)
     assert keys.layers[0].revision > before
     with pytest.raises(RejectedError, match=PAST):
-        keys.push(_push(1, 2, revision=before), _change(1.0))
+        _do(keys, "push", _push(1, 2, revision=before), _change(1.0))
     # Also of the generation before: what it was based on is gone.
     assert float(keys.layers[0].outer.values[0]) == -0.5
 
