@@ -1,4 +1,7 @@
-"""Held-out loss of a small character model at equal tokens: synchronous, torchft's DiLoCo, ours.
+"""Held-out loss of small character models at equal tokens: synchronous, torchft's DiLoCo, ours.
+
+``--model char-lm`` is a transformer of two blocks of width 64; ``--model gpt2`` is Hugging Face's
+GPT-2 with four blocks of width 128, which ``HybridParallel`` converts.
 
 All contestants of a row have the same initial parameters, the same samples for each replica and
 step, the same inner optimizer and the same outer one. torchft 0.2.0 is read from ``--torchft``:
@@ -32,11 +35,18 @@ LENGTH, WIDTH, BATCH, RATE = 64, 64, 8, 1e-3
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def make_model(seed: int) -> nn.Sequential:
-    """Return a transformer of two blocks over characters."""
+def make_model(name: str, seed: int) -> nn.Module:
+    """Return a transformer over characters."""
     from examples.char_lm import VOCABULARY, Block, Embedding
 
     torch.manual_seed(seed)
+    if name == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": VOCABULARY}
+        still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **still, **ends, n_positions=LENGTH))
     blocks = [Block(WIDTH, heads=4) for _ in range(2)]
     return nn.Sequential(
         Embedding(LENGTH, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
@@ -59,8 +69,9 @@ def make_data(samples: int) -> tuple[TensorDataset, TensorDataset]:
     )
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(output: Any, targets: Tensor) -> Tensor:
     """Return the mean loss of a character."""
+    logits: Tensor = getattr(output, "logits", output)
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -78,10 +89,10 @@ def positions(replica: int, replicas: int, every: int, rounds: int) -> Iterator[
             yield list(range(start + step * BATCH, start + (step + 1) * BATCH))
 
 
-def synchronous(seed: int, replicas: int, steps: int) -> float:
+def synchronous(name: str, seed: int, replicas: int, steps: int) -> float:
     """Train one replica on the batches of all."""
     train, held_out = make_data(steps * replicas * BATCH)
-    model = make_model(seed)
+    model = make_model(name, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     parts = [positions(r, replicas, 1, steps) for r in range(replicas)]
     for together in zip(*parts, strict=True):
@@ -92,18 +103,19 @@ def synchronous(seed: int, replicas: int, steps: int) -> float:
     return evaluate(model, held_out)
 
 
-def ours(seed: int, replicas: int, steps: int, every: int) -> float:
+def ours(name: str, seed: int, replicas: int, steps: int, every: int) -> float:
     """Train a replica by push and pull."""
     import pipollux
 
     pipollux.init_process_group("gloo")
     train, held_out = make_data(steps * replicas * BATCH)
-    model = make_model(seed)
+    model = make_model(name, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     outer = pipollux.OuterSGD(**OUTER)
     wrapped = pipollux.HybridParallel(
         model,
         optimizer,
+        example_inputs=train.tensors[0][:2] if name == "gpt2" else None,
         synchronization=pipollux.PushPull(
             sync_every=every, outer_optimizer=outer, adapt_to_speed=False
         ),
@@ -117,14 +129,14 @@ def ours(seed: int, replicas: int, steps: int, every: int) -> float:
     return evaluate(model, held_out)
 
 
-def torchfts(seed: int, replica: int, replicas: int, steps: int, every: int) -> float:
+def torchfts(name: str, seed: int, replica: int, replicas: int, steps: int, every: int) -> float:
     """Train a replica with torchft's DiLoCo."""
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
     train, held_out = make_data(steps * replicas * BATCH)
-    model = make_model(seed)
+    model = make_model(name, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     outer = torch.optim.SGD(model.parameters(), **OUTER)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -180,7 +192,7 @@ def run(kind: str, given: argparse.Namespace, seed: int, every: int) -> float:
             for replica in range(given.replicas if kind != "synchronous" else 1):
                 place = {"PIPOLLUX_REPLICA": str(replica), "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
                 place |= {"WORLD_SIZE": str(given.replicas if kind == "ours" else 1)}
-                work = [kind, seed, replica, given.replicas, given.steps, every]
+                work = [kind, given.model, seed, replica, given.replicas, given.steps, every]
                 command = [sys.executable, __file__, "--work", json.dumps(work)]
                 output = (Path(folder) / str(replica)).open("w+")
                 started = subprocess.Popen(command, env=environment | place, stdout=output)
@@ -200,15 +212,17 @@ def run(kind: str, given: argparse.Namespace, seed: int, every: int) -> float:
                 lighthouse.shutdown()
 
 
-def work(kind: str, seed: int, replica: int, replicas: int, steps: int, every: int) -> None:
+def work(
+    kind: str, name: str, seed: int, replica: int, replicas: int, steps: int, every: int
+) -> None:
     """Train one replica, and print the loss."""
     torch.set_num_threads(1)
     if kind == "synchronous":
-        loss = synchronous(seed, replicas, steps)
+        loss = synchronous(name, seed, replicas, steps)
     elif kind == "ours":
-        loss = ours(seed, replicas, steps, every)
+        loss = ours(name, seed, replicas, steps, every)
     else:
-        loss = torchfts(seed, replica, replicas, steps, every)
+        loss = torchfts(name, seed, replica, replicas, steps, every)
     print(f"LOSS {loss}", flush=True)
 
 
@@ -216,6 +230,7 @@ def main() -> None:
     """Print the losses, and their means relative to the synchronous training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchft", help="folder with torchft; left out: without it")
+    parser.add_argument("--model", choices=["char-lm", "gpt2"], default="char-lm")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1000, help="of each replica")
     parser.add_argument("--seeds", type=int, default=5)

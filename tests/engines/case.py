@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipollux_sched.backend.base import ClusterUnavailableError, Launch, Listing
 from pipollux_sched.lifecycle import Exited, Started
 from pipollux_sched.store import StateDir
 from tests.sched.backends import LaunchFiles
-from tests.sched.scripts import TOY
+from tests.sched.scripts import PUSH_PULL, TOY
 from tests.sched.supervised import Service
 from tests.waiting import until
 
@@ -137,6 +138,15 @@ class Scheduler:
         program = self.program(job, nodes, *args, **options)
         self.attempts.apply(program, attempt, nodes)
         return program
+
+    def apply_push_pull(self, job: str, nodes: list[str], results: Path, epochs: int) -> None:
+        """Start an attempt whose replicas push to servers, one beside each of them."""
+        found = self.program(job, nodes)
+        environment = {**found.environment, "RESULTS": str(results), "EPOCHS": str(epochs)}
+        program = replace(
+            found, script=PUSH_PULL, args=(), servers=len(nodes), environment=environment
+        )
+        self.attempts.apply(program, 1, nodes)
 
     def launch(self, job: str, attempt: int = 1) -> Launch:
         """Return an attempt as it was started."""

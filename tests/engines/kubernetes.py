@@ -44,7 +44,11 @@ class KubernetesCase(EngineCase):
         python = "python"
         if not cluster.is_real:
             program = folder / "python"
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} {quick_agent.__file__} "$@"\n')
+            # A quick agent, but the real one where it runs servers.
+            program.write_text(
+                f'#!/bin/sh\n[ -z "$PIPOLLUX_NUM_SERVERS" ] || exec {sys.executable} "$@"\n'
+                f'exec {sys.executable} {quick_agent.__file__} "$@"\n'
+            )
             program.chmod(0o755)
             python = str(program)
         self._rig = Rig(cluster, namespace, folder, engine=self.kind, python=python)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,26 @@ def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     nodes = ["n1", "n2"] if case.is_even else ["n1", "n1", "n2"]
     scheduler.apply("toy", nodes, "--steps=3", f"--ends-on={len(nodes)}")
     assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
+
+
+@on("local", "memory", "ray", "slurm", "kubelets", rarely=("local", "memory"))
+def test_replicas_push_to_servers_beside_them(case: EngineCase, scheduler: Scheduler) -> None:
+    """Every sample is taken once per epoch, and the servers end with the replicas."""
+    results, epochs = case.folder / "results", 2
+    results.mkdir()
+    results.chmod(0o777)  # in a container another user may write it
+    scheduler.apply_push_pull("toy", [*NODES], results, epochs)
+    assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
+    taken = Counter(
+        (line["epoch"], number)
+        for path in results.glob("*.txt")
+        for line in map(json.loads, path.read_text().splitlines())
+        for number in line["numbers"]
+    )
+    assert len(list(results.glob("1-*.txt"))) == len(NODES)
+    assert set(taken.values()) == {1}
+    assert {epoch for epoch, _ in taken} == set(range(epochs))
+    assert case.processes() == []
 
 
 @on(*ENGINES, rarely=("local", "trainjobs"))

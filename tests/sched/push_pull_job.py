@@ -1,6 +1,7 @@
 """A small job whose replicas push and pull under a scheduler.
 
-Every step of a replica goes to ``$RESULTS/ATTEMPT-ID.txt`` as a line of JSON.
+Every step of a replica goes to ``$RESULTS/ATTEMPT-ID.txt`` as a line of JSON. It trains for
+``$EPOCHS`` epochs, or until it is stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
     model = pipollux.HybridParallel(module, optimizer, synchronization=options)
     env = context().env
     with (Path(os.environ["RESULTS"]) / f"{env.attempt}-{env.replica}.txt").open("a") as log:
-        for epoch in pipollux.remaining_epochs_until(1_000_000):
+        for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
             for (numbers,) in loader:
                 optimizer.zero_grad()
                 loss = (model(numbers) - 1.0).square().mean()

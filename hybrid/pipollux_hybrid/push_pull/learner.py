@@ -176,7 +176,7 @@ class Learner:
         self._worker.tell_all({"op": "configure", "options": options, "again": again})
         values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
         names = {key: [name for name, _ in several] for key, several in self._layers.items()}
-        self._worker.init(values, names)
+        self._worker.init(values, names, again=again)
         self._context.control.barrier()  # all layers exist
         env = self._context.env
         reply: dict[str, Any] = {"member": 0, "place": None}
@@ -185,7 +185,7 @@ class Learner:
             # A joining replica waits for nobody.
             expected = 1 if env.joins else env.expected_replicas
             header |= {"num_layers": self._num_layers, "expected": expected}
-            header["node"] = env.node or socket.gethostname()
+            header |= {"node": env.node or socket.gethostname(), "former": self._member}
             reply = self._worker.ask(header).wait().header
             self._note_present(reply)
         shared = f"{reply['member']} {reply['place'] or ''}".encode()

@@ -59,6 +59,10 @@ DIFFERENCES = {
 }
 """What is wrong where replicas differ in more than an option."""
 NO_STATE = "no copy of this range"
+WITHOUT_STATE = (
+    "the servers were started again without their state: start them with --directory, and all "
+    "replicas again, from their checkpoints"
+)
 
 
 class Server:
@@ -347,10 +351,7 @@ class Server:
             if self.shard is None:
                 book = self._kept.ledger() if self.index == 0 else None
                 if message.header["again"] and self._kept.is_empty:
-                    raise ValueError(
-                        "the servers were started again without their state: start them with "
-                        "--directory, and all replicas again, from their checkpoints"
-                    )
+                    raise ValueError(WITHOUT_STATE)
                 self.shard = Shard(options, has_ledger=self.index == 0)
                 if book is not None:
                     self.shard.ledger = book.with_options_of(self.shard.book)
@@ -380,12 +381,26 @@ class Server:
                         f"({', '.join(state.names[:3])} …): empty it, or go on with that model"
                     )
                 self._own.keys.layers[key] = state
+            if message.header["again"] and len(kept) < len(missing):
+                # A server was killed during its first save. The replica has trained meanwhile.
+                raise ValueError(WITHOUT_STATE)
             if kept:
                 await self._send_copy()
         return await self._apply(message)
 
     async def _join(self, message: Message) -> Message:
+        """Accept a replica; one that was started again takes the place of its former self."""
+        replica, former = message.header["replica"], int(message.header["former"])
         async with self._ledger_lock:
+            members = self._own.book.members
+            for member in [number for number, x in members.items() if x.replica == replica]:
+                if former not in (0, member):
+                    raise ValueError(
+                        f"replica {replica} was started a second time, which goes on: give each "
+                        "replica a PIPOLLUX_REPLICA of its own, and end this one"
+                    )
+                _say(f"replica {replica} joins again")
+                await self._fence(member)
             reply = await self._apply(message)
             member = int(reply.header["member"])
             self._seen[member] = time.monotonic()
@@ -531,14 +546,16 @@ class Server:
     async def _lose(self, member: int) -> None:
         """Fence a member on all servers, and free what it has not pushed."""
         async with self._ledger_lock:
-            if member not in self._own.book.members:
-                return
-            place = self._own.book.place or (0, 0)
-            replies = await self._tell({"op": "fence", "member": member, "place": place})
-            found = {k: x for reply in replies for k, x in reply.header["credits"].items()}
-            lost = {"op": "lose", "member": member, "credits": found}
-            await self._recount(await self._apply(Message(lost)))
-            self._seen.pop(member, None)
+            if member in self._own.book.members:
+                await self._fence(member)
+
+    async def _fence(self, member: int) -> None:
+        place = self._own.book.place or (0, 0)
+        replies = await self._tell({"op": "fence", "member": member, "place": place})
+        found = {k: x for reply in replies for k, x in reply.header["credits"].items()}
+        lost = {"op": "lose", "member": member, "credits": found}
+        await self._recount(await self._apply(Message(lost)))
+        self._seen.pop(member, None)
 
     def _save(self) -> None:
         if self.shard is None:

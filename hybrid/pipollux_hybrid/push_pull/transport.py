@@ -223,6 +223,7 @@ class Connection:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             socket.disable_monitor()
+            events.close(0)
             socket.close(0)
 
     async def _until_broken(self, events: zmq.asyncio.Socket) -> bool:

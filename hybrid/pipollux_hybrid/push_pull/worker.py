@@ -207,14 +207,18 @@ class KVWorker:
         return await self._call(server, Message({**header, "copy": False}))
 
     def init(
-        self, layers: Mapping[int, Sequence[Tensor]], names: Mapping[int, Sequence[str]]
+        self,
+        layers: Mapping[int, Sequence[Tensor]],
+        names: Mapping[int, Sequence[str]],
+        *,
+        again: bool = False,
     ) -> None:
-        """Create layers on their servers, unless they exist."""
+        """Create layers on their servers, unless they exist; ``again``: they have to."""
         requests = []
         for server, keys in self._by_server(layers).items():
             counts, tensors = flattened({key: layers[key] for key in keys})
             named = {str(key): list(names[key]) for key in keys}
-            header = {"op": "init", "counts": counts, "names": named}
+            header = {"op": "init", "counts": counts, "names": named, "again": again}
             requests.append((server, Message(header, tensors)))
         self._start(self._all(requests)).wait()
 

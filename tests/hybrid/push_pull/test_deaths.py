@@ -195,7 +195,7 @@ def test_a_single_server_goes_on_from_its_files(tmp_path: Path) -> None:
         try:
             job.start(0, 1, 8)
             until(lambda: job.steps(0) == 8, "it has trained", PATIENCE)
-            until(lambda: len(list(kept.glob("*.pt"))) == 3, "it is saved", PATIENCE)
+            until(lambda: len(list(kept.glob("layer-*.pt"))) == 3, "it is saved", PATIENCE)
             running.kill(0)
             (tmp_path / "go").touch()
             running.start(0)
@@ -248,13 +248,53 @@ def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-def test_servers_that_have_lost_their_state_are_named(tmp_path: Path) -> None:
-    with servers(1, options=LOST) as running:
+def test_a_replica_that_is_started_again_does_not_wait_until_it_was_lost(tmp_path: Path) -> None:
+    with servers(1, options=("--lost-after", "1000")) as running:
+        job = Job(running, {**ALONE, "max_staleness": 0}, tmp_path)
+        try:
+            job.start(0, 2)
+            job.start(1, 2, 7)
+            until(lambda: job.steps(1) == 7, "it has trained", PATIENCE)
+            job.kill(1)
+            (tmp_path / "go").touch()
+            job.start(1, 2)
+            values = job.end()
+        finally:
+            job.close()
+    assert values[0] == values[1]
+
+
+def test_a_replica_that_runs_twice_is_refused(tmp_path: Path) -> None:
+    with servers(1, options=("--lost-after", "1000")) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 2)
+            until(lambda: job.steps(0) == 2, "it has trained", PATIENCE)
+            first = job.processes[0]
+            job.start(0, 1, 3)
+            until(lambda: job.steps(0) >= 5, "the second one has trained, too", PATIENCE)
+            (tmp_path / "go").touch()
+            first.join(PATIENCE)
+            assert first.exitcode == 1
+            job.end()
+        finally:
+            job.close()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_servers_that_have_lost_their_state_are_named(keeps: bool, tmp_path: Path) -> None:
+    """Also if it is that of one layer, as a server was killed during its first save."""
+    kept = tmp_path / "kept" if keeps else None
+    with servers(1, kept, (*LOST, "--save-every", "0.01")) as running:
         job = Job(running, ALONE, tmp_path)
         try:
             job.start(0, 1, 8)
             until(lambda: job.steps(0) == 8, "it has trained", PATIENCE)
+            if kept is not None:
+                until(lambda: len(list(kept.glob("layer-*.pt"))) == 3, "it is saved", PATIENCE)
             running.kill(0)
+            if kept is not None:
+                (kept / "layer-00002.pt").unlink()
             (tmp_path / "go").touch()
             running.start(0)
             job.processes[0].join(PATIENCE)
