@@ -30,8 +30,15 @@ PORT, BATCH, LAYERS = 7700, 32, 12
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def train(kind: str, options: Mapping[str, Any], slow: float) -> None:
-    """Train a replica until killed, and print when it has exchanged its changes."""
+def train(kind: str, options: Mapping[str, Any], slow: float, step: float) -> None:
+    """Train a replica until killed, and print when it has exchanged its changes.
+
+    Args:
+        kind: Of contestant.
+        options: Of ``PushPull``.
+        slow: How many times as long as usual a step takes.
+        step: Seconds that it takes at least, as on a device.
+    """
     import torch
     from torch import nn
 
@@ -53,8 +60,8 @@ def train(kind: str, options: Mapping[str, Any], slow: float) -> None:
         started = time.monotonic()
         optimizer.zero_grad()
         nn.functional.mse_loss(wrapped(inputs), inputs).backward()
-        if slow > 1.0:
-            time.sleep((slow - 1.0) * (time.monotonic() - started))
+        took = time.monotonic() - started
+        time.sleep(slow * max(took, step) - took)
         optimizer.step()
         if steps % every == 0 and steps >= options.get("sync_every", 1):
             print("STEPS", time.monotonic(), steps, flush=True)
@@ -180,7 +187,7 @@ def measure(
             for rank in range(len(slow)):
                 place = {"RANK": str(rank), "PIPOLLUX_ADDRESS": made.address(rank)}
                 command = [sys.executable, __file__, "--replica", str(slow[rank]), "--kind", kind]
-                command += ["--options", json.dumps(options)]
+                command += ["--options", json.dumps(options), "--step", str(given.step)]
                 started = _start(made, rank, command, environment | place, Path(folder), "replica")
                 replicas.append(started)
             outputs = [Path(folder) / f"replica-{rank}" for rank in range(len(slow))]
@@ -277,6 +284,9 @@ def main() -> None:
         help="one beside each replica, or one on a host of its own",
     )
     parser.add_argument("--straggler", action="store_true", help="one of two is three times slower")
+    parser.add_argument(
+        "--step", type=float, default=0.0, help="seconds that a step takes at least, as on a device"
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--lighthouse", help=argparse.SUPPRESS)
     parser.add_argument("--replica", type=float, help=argparse.SUPPRESS)
@@ -285,7 +295,7 @@ def main() -> None:
     if given.lighthouse:
         lighthouse(given.lighthouse)
     if given.replica is not None:
-        train(given.kind, json.loads(given.options), given.replica)
+        train(given.kind, json.loads(given.options), given.replica, given.step)
     for number in range(given.rounds):
         for rate in given.rates:
             (compare_straggler if given.straggler else compare)(rate, number, given)

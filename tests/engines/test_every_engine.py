@@ -146,7 +146,8 @@ def test_replicas_push_to_servers_beside_them(case: EngineCase, scheduler: Sched
     results.mkdir()
     results.chmod(0o777)  # in a container another user may write it
     scheduler.apply_push_pull("toy", [*NODES], results, epochs)
-    assert scheduler.exited("toy") == Exited(1, Outcome.COMPLETE)
+    exited = scheduler.exited("toy")
+    assert exited == Exited(1, Outcome.COMPLETE), exited.message
     taken = Counter(
         (line["epoch"], number)
         for path in results.glob("*.txt")

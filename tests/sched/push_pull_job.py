@@ -30,7 +30,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 4, shuffle=True)
     options = pipollux.PushPull(sync_every=3, fragments=2, max_staleness=float("inf"))
-    model = pipollux.HybridParallel(module, optimizer, synchronization=options)
+    model = pipollux.HybridParallel(module, optimizer, devices=["cpu"], synchronization=options)
     env = context().env
     with (Path(os.environ["RESULTS"]) / f"{env.attempt}-{env.replica}.txt").open("a") as log:
         for epoch in pipollux.remaining_epochs_until(int(os.environ.get("EPOCHS", "1000000"))):
