@@ -156,10 +156,11 @@ class KVWorker:
         has ``at_once``, and else when they step.
         """
         pushes = []
-        for server, keys in self._by_server(changes).items():
-            counts, tensors = flattened({key: changes[key] for key in keys})
+        # One by one, so that a server sends on the first layer while it receives the second.
+        for key, several in changes.items():
+            counts, tensors = flattened({key: several})
             message = Message({**header, "op": "push", "counts": counts}, tensors)
-            pushes.append(self._push(server, message))
+            pushes.append(self._push(self._owners[key], message))
 
         async def all_confirmed() -> None:
             await asyncio.gather(*pushes)
