@@ -106,8 +106,9 @@ def _routes(*, open_metrics: bool) -> tuple[BaseRoute, ...]:
     if open_metrics:
         router.include_router(service.metrics_router)
     else:
-        needed = {"dependencies": [NeedsRole], "responses": refusals()}
-        router.include_router(service.metrics_router, **needed)
+        router.include_router(
+            service.metrics_router, dependencies=[NeedsRole], responses=refusals()
+        )
     return tuple(router.routes)
 
 
