@@ -71,6 +71,23 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
     ]
 
 
+def turns(*axes: Sequence[Any]) -> list[Any]:
+    """Return every point of a grid, for `parametrize`, where points are expensive.
+
+    Those that are not needed to have each value of each axis, in turn with those of the others, are
+    marked exhaustive.
+    """
+    longest = max(map(len, axes))
+    usual = {tuple(number % len(axis) for axis in axes) for number in range(longest)}
+    return [
+        pytest.param(
+            *(axis[index] for axis, index in zip(axes, point, strict=True)),
+            marks=() if point in usual else pytest.mark.exhaustive,
+        )
+        for point in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
+
+
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return points of a grid such that each pair of values of two axes is in one of them."""
     return [tuple(point) for point in AllPairs([list(axis) for axis in axes])]

@@ -15,6 +15,7 @@ from .runner import Cli
 def cli(tmp_path: Path) -> Iterator[Cli]:
     cli = Cli(tmp_path)
     yield cli
+    cli.close()
     for server in cli.servers:
         with server:
             server.send_signal(signal.SIGTERM)

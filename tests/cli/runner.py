@@ -47,6 +47,7 @@ class Cli:
         self.servers: list[Forked] = []
         self.said: list[str] = []
         """What the last scheduler said before it served."""
+        self._store: tuple[os.stat_result, Store] | None = None
 
     def __call__(self, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return run_pipollux(
@@ -82,9 +83,21 @@ class Cli:
         return server
 
     def jobs(self) -> dict[str, dict[str, Any]]:
-        """What the store knows; read here, as starting `pipollux` takes longer than the reading."""
-        with Store(self.state_dir / "pipollux.db") as store:
-            return {job.name: job.to_json_object() for job in store.jobs()}
+        """What the store knows; read here, as starting `pipollux` takes longer than the reading.
+
+        It stays open, as tests read it again and again: opening one takes longer, too.
+        """
+        path = self.state_dir / "pipollux.db"
+        if self._store is None or not os.path.samestat(self._store[0], path.stat()):
+            self.close()
+            self._store = path.stat(), Store(path)
+        return {job.name: job.to_json_object() for job in self._store[1].jobs()}
+
+    def close(self) -> None:
+        """Close the store."""
+        if self._store is not None:
+            self._store[1].close()
+            self._store = None
 
     def alive(self) -> list[psutil.Process]:
         """Every process of a job that is still there."""

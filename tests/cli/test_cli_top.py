@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from textual.events import Key
 from textual.pilot import Pilot
-from textual.widgets import Static, Tab, Tabs
+from textual.widgets import Input, Static, Tab, Tabs
 
 from pipollux_sched.cli import main
 from pipollux_sched.cli.reader import LocalReader
@@ -141,6 +142,31 @@ def test_teams(state_dir: StateDir) -> None:
                 assert cells(app, 1, "#teams") == ["vision", "4", "0", "0", "2", "0", "0", "0", "–"]
                 store.teams.set_spec(None)
                 await shown(app, pilot, lambda: not box.display)
+
+    asyncio.run(look_at_it())
+
+
+def test_keys_that_are_typed_ahead(state_dir: StateDir) -> None:
+    """Each goes to what the one before it has moved the focus to, however fast they come."""
+
+    async def look_at_it() -> None:
+        with Store(state_dir.store) as store:
+            app = TopApp(LocalReader(store, state_dir), 0.1)
+
+            def type_at_once(*keys: str) -> None:
+                for key in keys:
+                    app.post_message(Key(key, key if len(key) == 1 else None))
+
+            async with app.run_test(size=(160, 40)) as pilot:
+                await shown(app, pilot, lambda: len(names(app)) == 6)
+                type_at_once("slash", *"wai", "enter", "s")
+                await shown(app, pilot, lambda: names(app) == ["waiting"])
+                assert app.query_one("#search", Input).value == "wai"
+                type_at_once("escape", "n", "enter")
+                await shown(app, pilot, lambda: isinstance(app.screen, NodeScreen))
+                assert app.screen_stack[0].query_one("#search", Input).value == ""
+                await pilot.press("q")
+            assert app.return_code == 0
 
     asyncio.run(look_at_it())
 
@@ -376,8 +402,8 @@ def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     terminal.resize(160, 40)
     terminal.read_until("Restarts")
     terminal.type("x\x1a")  # neither a key that means nothing nor Ctrl-Z disturbs it
-    terminal.type("/-39")
-    terminal.read_until("joining-39")
+    terminal.type("/-03")  # which is out of sight
+    terminal.read_until("joining-03")
     terminal.type("\rq")
     terminal.read_until(r"\x1b\[\?1049l")
     assert terminal.process.wait(240) == 0

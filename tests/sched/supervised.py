@@ -3,6 +3,7 @@ is started but what a test starts."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from pipollux_sched.store import StateDir, Store
 from tests.sched.scripts import TOY
 
 SCRIPT = str(TOY)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of plain HTTP, each of which would read the authorities of the machine."""
 ADMIN = "admin-token"
 NODES = (NodeSpec(name="node-a", slots=2, kind="cpu"), NodeSpec(name="node-b", slots=2, kind="cpu"))
 
@@ -104,7 +107,7 @@ class Service:
         """Return a client that shows a token; it is closed with the service."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         client = httpx.Client(
-            base_url=self.server.url, headers=headers, trust_env=False, timeout=240
+            base_url=self.server.url, headers=headers, trust_env=False, timeout=240, verify=NO_TLS
         )
         self._clients.append(client)
         return client

@@ -147,6 +147,8 @@ class _Current:
         self.aborted: set[Any] = set()
         """Groups of this membership that were aborted."""
         self.aborting: list[threading.Thread] = []
+        self.lock = threading.Lock()
+        """Held while aborts begin, so that no group is in ``aborted`` without its thread."""
         self.timers: list[threading.Timer] = []
         """Aborts of this membership that are to begin later."""
 
@@ -300,7 +302,8 @@ def abort_all() -> None:
         return
     abort(_all_groups())
     end = time.monotonic() + ABORT_SECONDS
-    aborting, _current.aborting = _current.aborting, []
+    with _current.lock:  # a timer, or the watch over the others, may have begun some of them
+        aborting, _current.aborting = _current.aborting, []
     for thread in aborting:
         thread.join(max(end - time.monotonic(), 0.0))
     if any(thread.is_alive() for thread in aborting):
@@ -319,14 +322,15 @@ def is_ours(group: Any) -> bool:
 
 def _abort(backend: DeviceBackend, groups: Iterable[Any]) -> None:
     """In threads: each abort waits for the kernels of all groups, so all have to know first."""
-    new = [group for group in groups if group not in _current.aborted]
-    _current.aborted.update(new)
-    for group in new:
-        thread = threading.Thread(
-            target=_abort_one, args=(backend, group), name="pipollux-abort", daemon=True
-        )
-        thread.start()
-        _current.aborting.append(thread)
+    with _current.lock:
+        new = [group for group in groups if group not in _current.aborted]
+        _current.aborted.update(new)
+        for group in new:
+            thread = threading.Thread(
+                target=_abort_one, args=(backend, group), name="pipollux-abort", daemon=True
+            )
+            thread.start()
+            _current.aborting.append(thread)
 
 
 def _abort_one(backend: DeviceBackend, group: Any) -> None:

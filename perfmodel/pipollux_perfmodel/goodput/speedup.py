@@ -137,6 +137,11 @@ class SpeedupFunction:
         return found
 
     @property
+    def num_levels(self) -> int:
+        """Number of network levels that the model distinguishes, at least 1."""
+        return self._num_levels
+
+    @property
     def goodput_fn(self) -> GoodputFunction:
         """The job's goodput, with the step times of the plan if there is only one."""
         if len(self._bounds["plans"]) == 1:

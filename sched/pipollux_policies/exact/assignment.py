@@ -165,18 +165,20 @@ class Assignment:
         self._clear(job)
         best = before
         gains, fitting = self._gains[job], self._fitting(job)
-        if self._at_levels.sensitive[job]:
-            gains = self._at_levels.of_job(job, self._levels_now(job))
+        first = self._instance.table.first[job]
         if most is not None:
-            first = self._instance.table.first[job]
             asked = self._instance.asked[first : first + len(gains)]
             fitting = fitting[(asked[fitting] <= asked[most]).all(axis=1)]
-        for config in fitting[np.argsort(-gains[fitting], kind="stable")].tolist():
-            # The listed gain is for the fewest nodes and the lowest network level; on more nodes,
-            # or at a higher level, the gain can only be lower.
-            if not _better(float(gains[config]), best.gain):
+        # The listed gain is for the fewest nodes and the lowest network level; on more nodes, or at
+        # a higher level, the gain can only be lower.
+        fitting = fitting[gains[fitting] > before.gain]
+        gains = gains[fitting]
+        if fitting.size and self._at_levels.sensitive[job]:
+            gains = self._at_levels.of(first + fitting, self._levels_now(job, fitting))
+        for index in np.argsort(-gains, kind="stable").tolist():
+            if not _better(float(gains[index]), best.gain):
                 break
-            found = self._find(job, config)
+            found = self._find(job, int(fitting[index]))
             if found is not None and _better(found.gain, best.gain):
                 best = found
         self._put(job, best)
@@ -190,43 +192,46 @@ class Assignment:
         table = self._instance.table
         room = self._capacity.free.sum(axis=0) + self._held
         fits = (self._instance.asked <= room[table.job]).all(axis=1)
-        gains = np.where(fits, self._gains_now(fits), -np.inf)
-        best = np.maximum.reduceat(gains, table.first[:-1])
         now = np.array([placed.gain for placed in self.placed])
+        gains = np.where(fits, self._gains_now(fits, now), -np.inf)
+        best = np.maximum.reduceat(gains, table.first[:-1])
         margin = _TOLERANCE * np.maximum(np.abs(best), np.abs(now))  # as in `_better`
         wanting: list[int] = np.flatnonzero(best > now + margin).tolist()
         return wanting
 
-    def _gains_now(self, fits: Bools) -> Floats:
-        """Return the gain of every configuration at the lowest network level with room for it now,
-        if it fits at all. The room that a job holds itself counts as if it were all in one domain.
+    def _gains_now(self, fits: Bools, now: Floats) -> Floats:
+        """Return the gain of every configuration at the lowest network level with room for it, if
+        it fits at all and could be better than the gain `now`. The room that a job holds itself
+        counts as if it were all in one domain.
         """
         table, at_levels = self._instance.table, self._at_levels
-        if not at_levels.sensitive.any():
+        some = at_levels.spread[fits[at_levels.spread]]
+        some = some[self._all_gains[some] > now[table.job[some]]]
+        if not some.size:
             return self._all_gains
-        nodes = self._instance.nodes
+        nodes, jobs = self._instance.nodes, table.job[some]
         rooms = np.stack([self._capacity.rooms(*nodes.wanted(shape)) for shape in table.kinds])
-        own = np.array([sum(count for _, count in placed.nodes) for placed in self.placed])
-        levels = np.ones(len(table.job), dtype=np.int64)
-        several, of_kind = table.num_nodes > 1, table.kind[table.shape]
-        for level in range(self._topology.num_levels - 1):
-            levels += several & (rooms[of_kind, level] + own[table.job] < table.replicas)
-        levels[table.stay] = table.level[table.stay]
-        now = np.array([placed.gain for placed in self.placed])
-        matters = fits & (levels > table.level) & (self._all_gains > now[table.job])
-        at_levels.price(np.flatnonzero(matters), levels[matters])
-        return at_levels.at(levels)
+        own = np.zeros(len(now), dtype=np.int64)
+        for job in np.unique(jobs).tolist():
+            own[job] = sum(count for _, count in self.placed[job].nodes)
+        there = rooms[table.kind[table.shape[some]], :-1] + own[jobs, None]
+        levels = 1 + (there < table.replicas[some, None]).sum(axis=1)
+        stays = np.isin(some, table.stay)
+        levels[stays] = table.level[some[stays]]
+        gains = self._all_gains.copy()
+        gains[some] = at_levels.of(some, levels)
+        return gains
 
-    def _levels_now(self, job: int) -> Ints:
-        """Return the lowest network level with room for each configuration of a job that holds
-        nothing, (C,).
+    def _levels_now(self, job: int, some: Ints) -> Ints:
+        """Return the lowest network level with room for each of some configurations of a job that
+        holds nothing, (C,).
         """
         configs, nodes = self._jobs[job], self._instance.nodes
         rooms = np.stack([self._capacity.rooms(*nodes.wanted(shape)) for shape in configs.shapes])
-        short = rooms[configs.shape, :-1] < configs.replicas[:, None]
-        levels: Ints = np.where(configs.num_nodes > 1, 1 + short.sum(axis=1), 1)
+        short = rooms[configs.shape[some], :-1] < configs.replicas[some, None]
+        levels: Ints = np.where(configs.num_nodes[some] > 1, 1 + short.sum(axis=1), 1)
         if configs.stay is not None:
-            levels[configs.stay] = configs.level[configs.stay]
+            levels[some == configs.stay] = configs.level[configs.stay]
         return levels
 
     def _fitting(self, job: int) -> Ints:
@@ -307,14 +312,16 @@ class Assignment:
         return self._gain_moved(job, place.shape, place.nodes)
 
     def _gain_moved(self, job: int, shape: int, nodes: NodeCounts) -> float:
-        replicas = sum(count for _, count in nodes)
-        speedup_fn = self._jobs[job].shapes[shape].speedup_at(self._level(nodes))
+        replicas, level = sum(count for _, count in nodes), self._level(nodes)
+        if level > 1:
+            self._at_levels.need()
+        speedup_fn = self._jobs[job].shapes[shape].speedup_at(level)
         speedup = float(speedup_fn(len(nodes), replicas))
         elastic = self._jobs[job].keeps_survivor(shape, nodes)
         return self._worth.moved(job, speedup, Held(shape, replicas), elastic=elastic)
 
     def _level(self, nodes: NodeCounts) -> int:
-        return self._topology.level(node for node, _ in nodes)
+        return self._topology.level(node for node, _ in nodes) if len(nodes) > 1 else 1
 
     def _put(self, job: int, placed: Placed) -> None:
         if placed.nodes:

@@ -59,14 +59,15 @@ replicas of at most w slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from pipollux_policies.jobs.job_info import JobInfo
 from pipollux_policies.options import options_of
-from pipollux_policies.placement.node_choice import Bools, Floats, Ints
+from pipollux_policies.placement.node_choice import Floats, Ints
 
 from .configurations import Instance
 from .fair_share import claims
@@ -202,9 +203,9 @@ class _Worth:
 
     def gains(self) -> Floats:
         table = self._instance.table
-        gains: Floats = self._weights[table.job] * table.speedup
-        charge = self._charges[table.shape] * table.replicas
-        gains = charged(gains * self._all_kept(), charge)
+        kept = self._kept_of(np.arange(len(table.job)), table.speedup)
+        kept[table.stay] = 1.0
+        gains = self._charged(slice(None), table.speedup, kept)
         promised = np.array([*self._promises.places], dtype=np.int64)
         floors = [self._promises.floors.get(job, Floor()) for job in promised.tolist()]
         moved, stays = np.array(floors).reshape(-1, 2).T[::-1]
@@ -228,51 +229,77 @@ class _Worth:
         broken = speedup < self._promises.floors.get(job, Floor()).moved
         return float(gain) - broken * self._everything
 
-    def moved_all(
-        self, job: int, speedups: Floats, shape: int, replicas: Ints, *, elastic: Bools
-    ) -> Floats:
-        info = self._instance.jobs[job].job
-        work = np.array(info.likely_work or (np.inf,))[:, None]
-        resized, restarted = (info.change_seconds(elastic=e) for e in (True, False))
-        seconds = np.where(elastic, resized, restarted)
-        kept = _kept(work, speedups, self._lasts(info), seconds)
-        charge = self._charges[self._instance.table.first_shape[job] + shape] * replicas
-        gains: Floats = charged(self._weights[job] * speedups * kept, charge)
-        broken = speedups < self._promises.floors.get(job, Floor()).moved
-        return gains - broken * self._everything
+    def moved_all(self, configs: Ints, speedups: Floats) -> Floats:
+        gains = self._charged(configs, speedups, self._kept_of(configs, speedups))
+        if not self._promises.floors:
+            return gains
+        job = self._instance.table.job[configs].tolist()
+        least = [self._promises.floors.get(one, Floor()).moved for one in job]
+        return gains - (speedups < np.array(least)) * self._everything
 
-    def _all_kept(self) -> Floats:
+    def _charged(self, configs: Ints | slice, speedups: Floats, kept: Floats) -> Floats:
+        """Return the gains of configurations with these speedups, without promises."""
         table = self._instance.table
+        charge = self._charges[table.shape[configs]] * table.replicas[configs]
+        return charged(self._weights[table.job[configs]] * speedups * kept, charge)
+
+    def _kept_of(self, configs: Ints, speedups: Floats) -> Floats:
+        """Return `_kept` of changes to configurations with these speedups."""
+        table, of_jobs = self._instance.table, self._of_jobs
+        jobs = table.job[configs]
+        seconds = np.where(table.elastic[configs], of_jobs.resized[jobs], of_jobs.restarted[jobs])
+        kept = np.empty(len(jobs))
+        for count, values in of_jobs.work.items():
+            mine = np.flatnonzero(of_jobs.counts[jobs] == count)
+            for some in np.array_split(mine, len(mine) * count // _AT_ONCE + 1):
+                job = jobs[some]
+                kept[some] = _kept(
+                    np.ascontiguousarray(values[:, of_jobs.row[job]]),
+                    speedups[some],
+                    of_jobs.lasts[job],
+                    seconds[some],
+                )
+        return kept
+
+    @cached_property
+    def _of_jobs(self) -> _OfJobs:
         infos = [configs.job for configs in self._instance.jobs]
-        lasts = np.array([self._lasts(job) for job in infos])
-        elastic, restarted = (
+        work = [job.likely_work or (np.inf,) for job in infos]
+        counts = np.array([len(values) for values in work], np.int64)
+        row = np.zeros(len(infos), np.int64)
+        by_count = {}
+        for count in np.unique(counts).tolist():
+            by_count[count] = np.array([one for one in work if len(one) == count]).T
+            row[counts == count] = np.arange(by_count[count].shape[1])
+        resized, restarted = (
             np.array([job.change_seconds(elastic=elastic) for job in infos])
             for elastic in (True, False)
         )
-        seconds = np.where(table.elastic, elastic[table.job], restarted[table.job])
-        work = [job.likely_work or (np.inf,) for job in infos]
-        kept = np.empty(len(table.job))
-        counts = np.array([len(values) for values in work], np.int64)
-        for count in np.unique(counts).tolist():
-            values = np.array([one for one in work if len(one) == count]).T
-            row = np.cumsum(counts == count) - 1
-            mine = np.flatnonzero(counts[table.job] == count)
-            for some in np.array_split(mine, len(mine) * count // _AT_ONCE + 1):
-                job = table.job[some]
-                kept[some] = _kept(
-                    np.ascontiguousarray(values[:, row[job]]),
-                    table.speedup[some],
-                    lasts[job],
-                    seconds[some],
-                )
-        kept[table.stay] = 1.0
-        return kept
+        lasts = np.array([self._lasts(job) for job in infos])
+        return _OfJobs(lasts, resized, restarted, counts, row, by_count)
 
     def _lasts(self, info: JobInfo) -> float:
         return max(self._objective.horizon, info.age / (info.num_changes + 1))
 
 
 _AT_ONCE = 2**18
+
+
+class _OfJobs(NamedTuple):
+    """Numbers of the jobs that decide how long an allocation trains."""
+
+    lasts: Floats
+    """(J,): expected life of an allocation."""
+    resized: Floats
+    """(J,): seconds of an elastic resize."""
+    restarted: Floats
+    """(J,): seconds of a start or restart."""
+    counts: Ints
+    """(J,): W, the number of values of the remaining work."""
+    row: Ints
+    """(J,): index of each job into the columns of `work[W]`."""
+    work: dict[int, Floats]
+    """(W, number of jobs with W values): remaining work."""
 
 
 def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats | float) -> Floats:

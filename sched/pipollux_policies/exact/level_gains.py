@@ -27,29 +27,37 @@ class LevelGains:
         self.num_levels = instance.nodes.topology.num_levels
         self.suffers: Bools = table.level < self.num_levels
         """(P,): configurations that a higher level than the listed one costs more."""
+        self.spread: Ints = np.flatnonzero(self.suffers & (table.num_nodes > 1))
+        """Such configurations on several nodes."""
         self.sensitive: Bools = np.zeros(len(instance.jobs), dtype=bool)
-        """(J,): jobs with such configurations."""
-        self.sensitive[table.job[self.suffers & (table.num_nodes > 1)]] = True
+        """(J,): jobs with configurations in `spread`."""
+        self.sensitive[table.job[self.spread]] = True
         self._known: dict[int, Floats] = {}
+        self._expected: Ints | None = None
 
-    def at(self, levels: Ints) -> Floats:
-        """Return the gain of every configuration at a level, (P,); at an unknown one, and at or
-        below the listed level, the listed gain, which is no lower.
+    def expect(self, configs: Ints) -> None:
+        """Price these configurations at all higher levels as soon as one of them is needed."""
+        several = self._instance.table.num_nodes[configs] > 1
+        self._expected = configs[self.suffers[configs] & several]
+
+    def need(self) -> None:
+        """Price what `expect` named."""
+        configs, self._expected = self._expected, None
+        if configs is not None:
+            above = np.arange(2, self.num_levels + 1)
+            self.price(np.repeat(configs, len(above)), np.tile(above, len(configs)))
+
+    def of(self, configs: Ints, levels: Ints) -> Floats:
+        """Return the gains of some configurations at a level each, (C,): at or below the listed
+        level the listed gain, which is no lower. Unknown ones are priced.
         """
-        gains = self._gains.copy()
-        for level, known in self._known.items():
-            here = (levels == level) & ~np.isnan(known)
-            gains[here] = known[here]
-        return gains
-
-    def of_job(self, job: int, levels: Ints) -> Floats:
-        """Return the gains of a job's configurations, (C,), as `at`; unknown ones are priced."""
-        first, end = self._instance.table.first[job : job + 2].tolist()
-        self.price(np.arange(first, end), levels)
-        gains = self._gains[first:end].copy()
-        for level, known in self._known.items():
-            here = (levels == level) & ~np.isnan(known[first:end])
-            gains[here] = known[first:end][here]
+        gains = self._gains[configs]
+        if (levels > self._instance.table.level[configs]).any():
+            self.need()
+            self.price(configs, levels)
+            for level, known in self._known.items():
+                here = (levels == level) & ~np.isnan(known[configs])
+                gains[here] = known[configs[here]]
         return gains
 
     def price(self, configs: Ints, levels: Ints) -> None:
@@ -67,18 +75,15 @@ class LevelGains:
             (table.shapes[shape], table.num_nodes[configs[part]], table.replicas[configs[part]], at)
             for part, shape, at in parts
         ]
-        for (part, shape, at), speedups in zip(parts, find_speedups(asked), strict=True):
-            if at not in self._known:
-                self._known[at] = np.full(len(table.job), np.nan)
-            known = self._known[at]
-            mine, job = configs[part], int(table.shape_job[shape])
-            known[mine] = self._worth.moved_all(
-                job,
-                np.nan_to_num(speedups),
-                shape - int(table.first_shape[job]),
-                table.replicas[mine],
-                elastic=table.elastic[mine],
-            )
+        order = np.concatenate([part for part, _, _ in parts])
+        speedups = np.nan_to_num(np.concatenate(find_speedups(asked)))
+        configs, levels = configs[order], levels[order]
+        gains = self._worth.moved_all(configs, speedups)
+        for level in np.unique(levels).tolist():
+            if level not in self._known:
+                self._known[level] = np.full(len(table.job), np.nan)
+            here = levels == level
+            self._known[level][configs[here]] = gains[here]
 
 
 def _parts(shapes: Ints, levels: Ints) -> Iterator[tuple[Ints, int, int]]:

@@ -77,31 +77,29 @@ class Nodes:
         """Return `sizes` in parts, each with the lowest network level at which its replicas fit; 1
         on one node. Levels that cost a shape the same are one part, with the highest of them.
         """
-        top = self.topology.num_levels
-        nodes, replicas = self.sizes(shape, job)
-        highest = shape.speedup_at(top)
-        if highest is shape.speedup_fn:
-            return [(nodes, replicas, top)]
-        rooms: Ints = self._keep("rooms", shape, self._rooms)
-        fns = [shape.speedup_fn, *map(shape.speedup_at, range(2, top)), highest]
-        alike = tuple(level for level in range(1, top) if fns[level] is not fns[level - 1])
-        key = "parts", (id(nodes), alike, shape.holds)
+        steps = shape.steps(self.topology.num_levels)
+        key = "parts", (job.least_replicas, job.most_replicas(shape), steps, shape.holds)
         if key not in self._kept:
-            # The last size of each level; on one node every level costs the same.
-            on_one = int(np.searchsorted(nodes, 1, side="right"))
-            ends = [
-                max(int(np.searchsorted(replicas, rooms[x - 1], "right")), on_one) for x in alike
-            ]
-            starts = [0, *ends]
-            self._kept[key] = [
-                (nodes[begin:end], replicas[begin:end], level)
-                for begin, end, level in zip(
-                    starts, [*ends, len(nodes)], [*alike, top], strict=True
-                )
-                if begin < end
-            ]
+            self._kept[key] = self._parts(shape, *self.sizes(shape, job), steps)
         found: list[tuple[Ints, Ints, int]] = self._kept[key]
         return found
+
+    def _parts(
+        self, shape: ReplicaShape, nodes: Ints, replicas: Ints, steps: Sequence[int]
+    ) -> list[tuple[Ints, Ints, int]]:
+        top = self.topology.num_levels
+        if not steps:
+            return [(nodes, replicas, top)]
+        rooms: Ints = self._keep("rooms", shape, self._rooms)
+        # The last size of each level; on one node every level costs the same.
+        on_one = int(np.searchsorted(nodes, 1, side="right"))
+        ends = [max(int(np.searchsorted(replicas, rooms[x - 1], "right")), on_one) for x in steps]
+        parts = zip([0, *ends], [*ends, len(nodes)], [*steps, top], strict=True)
+        return [
+            (nodes[begin:end], replicas[begin:end], level)
+            for begin, end, level in parts
+            if begin < end
+        ]
 
     def lone_speedup(self, shape: ReplicaShape, replicas: int) -> float:
         """Return the speedup of replicas on the fewest nodes of an empty cluster."""

@@ -8,12 +8,13 @@ fitness: the power mean is a monotone function of the sum of the jobs' terms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pipollux_policies.allocations.fitness import TOLERANCE, check_power, power_terms
-from pipollux_policies.placement.node_choice import Bools, Floats, Ints
+from pipollux_policies.placement.node_choice import Floats, Ints
 
 from .configurations import Instance, JobConfigurations
 from .reservation import Reservations
@@ -37,10 +38,10 @@ class ObjectiveValue(Protocol):
     def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:
         """Return the gain of a job whose allocation changes; `elastic`: a replica survives."""
 
-    def moved_all(
-        self, job: int, speedups: Floats, shape: int, replicas: Ints, *, elastic: Bools
-    ) -> Floats:
-        """Return the gains of several changes of a job, as from `moved`, (C,)."""
+    def moved_all(self, configs: Ints, speedups: Floats) -> Floats:
+        """Return the gains of changes to configurations with other speedups, as from `moved`: (C,)
+        indices into `Instance.table` and speedups -> (C,).
+        """
 
 
 class Objective(Protocol):
@@ -80,36 +81,44 @@ class FairSpeedup:
 
 class _FairWorth:
     def __init__(self, instance: Instance, fair: Sequence[float], power: float) -> None:
-        self._instance, self._fair, self._power = instance, fair, power
+        self._instance, self._fair, self._power = instance, np.array(fair), power
 
     def gains(self) -> Floats:
-        table, jobs = self._instance.table, self._instance.jobs
-        elastic, restarted = (
-            np.array([c.job.change_factor(elastic=elastic) if c.runs else 1.0 for c in jobs])
-            for elastic in (True, False)
-        )
-        factors = np.where(table.elastic, elastic[table.job], restarted[table.job])
+        table = self._instance.table
+        factors = self._factors(slice(None))
         factors[table.stay] = 1.0
-        return power_terms(table.speedup / np.array(self._fair)[table.job] * factors, self._power)
+        return power_terms(table.speedup / self._fair[table.job] * factors, self._power)
 
     def moved(self, job: int, speedup: float, held: Held, *, elastic: bool = False) -> float:  # noqa: ARG002  # as above
         configs = self._instance.jobs[job]
         factor = configs.job.change_factor(elastic=elastic) if configs.runs else 1.0
         return float(power_terms(np.array(speedup / self._fair[job] * factor), self._power))
 
-    def moved_all(
-        self,
-        job: int,
-        speedups: Floats,
-        shape: int,  # noqa: ARG002  # required by the protocol
-        replicas: Ints,  # noqa: ARG002  # as above
-        *,
-        elastic: Bools,
-    ) -> Floats:
-        info, runs = self._instance.jobs[job].job, self._instance.jobs[job].runs
-        resized, restarted = (info.change_factor(elastic=e) if runs else 1.0 for e in (True, False))
-        factors = np.where(elastic, resized, restarted)
-        return power_terms(speedups / self._fair[job] * factors, self._power)
+    def moved_all(self, configs: Ints, speedups: Floats) -> Floats:
+        fair = self._fair[self._instance.table.job[configs]]
+        return power_terms(speedups / fair * self._factors(configs), self._power)
+
+    def _factors(self, configs: Ints | slice) -> Floats:
+        """Return the factor of a change to each configuration."""
+        table = self._instance.table
+        elastic, restarted = self._of_jobs
+        job = table.job[configs]
+        factors: Floats = np.where(table.elastic[configs], elastic[job], restarted[job])
+        return factors
+
+    @cached_property
+    def _of_jobs(self) -> tuple[Floats, Floats]:
+        """The factors of jobs that are resized, and restarted."""
+        elastic, restarted = (
+            np.array(
+                [
+                    configs.job.change_factor(elastic=elastic) if configs.runs else 1.0
+                    for configs in self._instance.jobs
+                ]
+            )
+            for elastic in (True, False)
+        )
+        return elastic, restarted
 
 
 def fair_speedup(instance: Instance, configs: JobConfigurations) -> float:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from pipollux_policies.allocations.allocation import Allocation, as_allocation
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
 from pipollux_policies.placement.first_fit import place_arrival
@@ -131,7 +129,7 @@ def _solve(
         return nothing, Certificate(total, total)
     chosen, bound = relax(instance, gains)
     at_levels = LevelGains(instance, worth, gains)
-    _price_above(instance, at_levels, chosen)
+    at_levels.expect(instance.table.first[:-1] + chosen)
     best = _arrange(instance, worth, gains, at_levels, chosen, bound)
     if not all(best.keeps(job) for job in promises.places):
         kept = Assignment(instance, worth, gains, at_levels)
@@ -147,14 +145,6 @@ def _solve(
             if total > best.total + _TOLERANCE * abs(total):
                 placed, certificate = whole, Certificate(total, bound)
     return placed, certificate
-
-
-def _price_above(instance: Instance, at_levels: LevelGains, chosen: Ints) -> None:
-    """Price the chosen configurations at all levels that would cost them more."""
-    configs = instance.table.first[:-1] + chosen
-    configs = configs[at_levels.suffers[configs] & (instance.table.num_nodes[configs] > 1)]
-    above = np.arange(2, at_levels.num_levels + 1)
-    at_levels.price(np.repeat(configs, len(above)), np.tile(above, len(configs)))
 
 
 def _arrange(

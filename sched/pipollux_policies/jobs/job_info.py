@@ -70,9 +70,22 @@ class ReplicaShape:
 
     def speedup_at(self, level: int) -> SpeedupCallable:
         """Return the speedups of allocations whose nodes meet at a network level (`Topology`)."""
+        if level <= 1:
+            return self.speedup_fn
         at_level = getattr(self.speedup_fn, "at_level", None)
         found: SpeedupCallable = self.speedup_fn if at_level is None else at_level(level)
         return found
+
+    def steps(self, top: int) -> tuple[int, ...]:
+        """Return the network levels below `top` that cost less than the next higher one."""
+        if top <= 1:
+            return ()
+        if isinstance(self.speedup_fn, SpeedupFunction):  # whose functions need not be made
+            return tuple(range(1, min(top, self.speedup_fn.num_levels)))
+        functions = [self.speedup_at(level) for level in range(1, top + 1)]
+        return tuple(
+            level for level in range(1, top) if functions[level] is not functions[level - 1]
+        )
 
     def runs_on(self, node: NodeInfo) -> bool:
         """Return whether this shape can run on a node's type of GPU."""

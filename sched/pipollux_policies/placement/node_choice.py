@@ -79,14 +79,13 @@ def find_nodes(
     counts = np.where(closed, 0, counts)
     for inside in _domains(counts, num_replicas, topology):
         within = find_nodes(
-            np.where(inside, counts, 0),
-            *(closed, num_replicas),
-            avoided=avoided,
-            claimed=claimed,
+            *(counts[inside], closed[inside], num_replicas),
+            avoided=None if avoided is None else avoided[inside],
+            claimed=None if claimed is None else claimed[inside],
             max_nodes=max_nodes,
         )
         if within is not None:
-            return within
+            return _outside(within, inside)
     found: list[tuple[int, int]] = []
     left = num_replicas
     keys = [np.zeros_like(closed) if claimed is None else claimed, -counts]
@@ -110,14 +109,21 @@ def find_nodes(
     return None
 
 
-def _domains(counts: Ints, num_replicas: int, topology: Topology) -> Iterator[Bools]:
-    """Return the tightest domain of each network level with one that holds all replicas."""
+def _outside(found: NodeCounts, inside: Ints) -> NodeCounts:
+    """Return nodes that were found among these, by their indices among all."""
+    return tuple((int(inside[node]), count) for node, count in found)
+
+
+def _domains(counts: Ints, num_replicas: int, topology: Topology) -> Iterator[Ints]:
+    """Return the nodes of the tightest domain of each network level with one that holds all
+    replicas.
+    """
     for level in range(1, topology.num_levels):
         room = topology.room(counts, level)
         room[room < num_replicas] = np.iinfo(np.int64).max
         tightest = int(room.argmin())
         if room[tightest] < np.iinfo(np.int64).max:
-            yield topology.within(level, tightest)
+            yield topology.members(level, tightest)
 
 
 def find_keeping(
@@ -330,25 +336,31 @@ class NodeCapacity:
         counts = self.counts(need, allowed)
         closed = self.num_distributed > 0
         found = []
-        for inside in (*self._homes(counts, closed, num_replicas, stays), None):
-            there = counts if inside is None else np.where(inside, counts, 0)
-            nodes = find_keeping(there, closed, num_replicas, stays, claimed=self.claims)
+        for inside in self._homes(counts, closed, num_replicas, stays):
+            nodes = find_keeping(
+                *(counts[inside], closed[inside], num_replicas, stays[inside]),
+                claimed=self.claims[inside],
+            )
             if nodes is not None:
-                found.append(tuple(sorted(nodes)))
+                found.append(tuple(sorted(_outside(nodes, inside))))
                 if len(nodes) == 1:
                     break
+        else:
+            nodes = find_keeping(counts, closed, num_replicas, stays, claimed=self.claims)
+            if nodes is not None:
+                found.append(tuple(sorted(nodes)))
         return list(dict.fromkeys(found))
 
-    def _homes(
-        self, counts: Ints, closed: Bools, num_replicas: int, stays: Ints
-    ) -> Iterator[Bools]:
-        """Return the domain of each level that keeps most replicas and has room for all."""
+    def _homes(self, counts: Ints, closed: Bools, num_replicas: int, stays: Ints) -> Iterator[Ints]:
+        """Return the nodes of the domain of each level that keeps most replicas and has room for
+        all.
+        """
         open_counts = np.where(closed, 0, counts)
         for level in range(1, self.topology.num_levels):
             kept = self.topology.room(np.minimum(counts, stays), level)
             kept[self.topology.room(open_counts, level) < num_replicas] = 0
             if kept.any():
-                yield self.topology.within(level, int(kept.argmax()))
+                yield self.topology.members(level, int(kept.argmax()))
 
     def most(self, need: Ints, allowed: Bools) -> int:
         """Return the most replicas for which `find` finds nodes."""

@@ -82,6 +82,13 @@ def replica_resources(
     return {"slots": stages, **dict.fromkeys(restricted, stages), **others}
 
 
+def one_of_each(nodes: Mapping[str, NodeInfo]) -> dict[str, NodeInfo]:
+    """Return one node with each set of resources, which determine the device of jobs as all nodes
+    do: `job_info` looks at every node that it is given.
+    """
+    return {" ".join(sorted(node.resources)): node for node in nodes.values()}
+
+
 def replica_cap(spec: JobSpec, hints: SchedHints | None) -> int:
     """Return the most replicas of a job: `MEASURED_REACH` times those it was measured on.
 

@@ -33,7 +33,7 @@ from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 
 from .inherited_hints import HeirReader, WarmStart, without_rows
-from .job_infos import hints_worth, job_info, node_info
+from .job_infos import hints_worth, job_info, node_info, one_of_each
 from .learned_lengths import LearnedLengths, declared_lengths, family_name
 from .strategy import SchedulableJob
 
@@ -109,7 +109,7 @@ class SnapshotReader:
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
         declared = declared_lengths(parsed)
         present = present_nodes(store.nodes())
-        candidates = []
+        candidates, kinds = [], one_of_each(present)
         for job, (spec, believed) in zip(jobs, parsed, strict=True):
             if job.state.suspended:
                 continue
@@ -136,7 +136,7 @@ class SnapshotReader:
                 history=history,
                 has_trained=believed is not None,
                 relatives=declared.get(family_name(spec), ()),
-                nodes=present,
+                nodes=kinds,
             )
             may_be_ended = name in overdue and _may_be_ended(job.state)
             candidates.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,8 @@ from tests.hybrid.resize.nccl_stand_in import backend
 
 RESULTS = Path(os.environ["RESULTS"])
 WIDTH = 64
+ENDING = ("pipollux-release", "pipollux-abort")
+"""Threads that end the groups of those that have gone: their collectives may take a while."""
 
 
 def holdings(process: psutil.Process) -> dict[str, int]:
@@ -43,6 +46,7 @@ def holdings(process: psutil.Process) -> dict[str, int]:
         "memory": process.memory_info().rss // 1024,
         "keys": keys,
         "objects": len(gc.get_objects()),
+        "ending": sum(thread.name in ENDING for thread in threading.enumerate()),
     }
 
 

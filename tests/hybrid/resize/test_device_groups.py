@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -187,6 +188,55 @@ def test_a_model_says_which_devices_its_stages_share(monkeypatch: pytest.MonkeyP
         assert context().control.settings["devices"] == "0, 1, 0"
     finally:
         device_groups.forget()
+
+
+class Aborted(StandIn):
+    """A library that notes which groups were aborted."""
+
+    def __init__(self) -> None:
+        self.ended: set[object] = set()
+
+    def abort(self, group: object) -> None:
+        self.ended.add(group)
+
+
+def test_all_are_aborted_also_those_that_another_thread_has_begun_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the timer of a death does while the job recovers: destroying a group that is not aborted
+    would wait for the one that is gone."""
+    library, group = Aborted(), object()
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", lambda: library)
+    monkeypatch.setattr(device_groups, "_all_groups", lambda: [group])
+    begins, goes_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "pipollux-abort":
+            begins.set()
+            assert goes_on.wait(60.0)
+        start(thread)
+
+    def abort_all() -> None:
+        device_groups.abort_all()
+        found.append(group in library.ended)
+
+    found: list[bool] = []
+    device_groups.use("nccl", 60.0)
+    try:
+        monkeypatch.setattr(threading.Thread, "start", start_late)
+        timer = threading.Thread(target=device_groups.abort, args=([group],))
+        timer.start()
+        assert begins.wait(60.0)
+        recovery = threading.Thread(target=abort_all)
+        recovery.start()
+        recovery.join(0.2)  # it is over by then if it waits for nobody
+        goes_on.set()
+        timer.join()
+        recovery.join()
+    finally:
+        device_groups.forget()
+    assert found == [True]
 
 
 def connect_two_devices() -> list[Any]:

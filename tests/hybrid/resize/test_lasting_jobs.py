@@ -32,7 +32,9 @@ def lines_of(job: ChangingJob, pid: int) -> list[dict[str, Any]]:
 
 
 def settle(job: ChangingJob, replicas: int) -> None:
-    """Return when so many replicas have trained together for a while."""
+    """Return when so many replicas have trained together for a while, and nothing of those that
+    have gone is still about to end.
+    """
 
     def trained() -> bool:
         running = [program.pid for program in job.programs if program.poll() is None]
@@ -40,7 +42,9 @@ def settle(job: ChangingJob, replicas: int) -> None:
             return False
         last = [lines_of(job, pid)[-STEPS:] for pid in running]
         return all(
-            len(steps) == STEPS and {step["replicas"] for step in steps} == {replicas}
+            len(steps) == STEPS
+            and {step["replicas"] for step in steps} == {replicas}
+            and any(step.get("ending") == 0 for step in steps)
             for steps in last
         )
 

@@ -17,6 +17,7 @@ from pipollux_hybrid import (
     replica_rank,
 )
 from pipollux_hybrid.job.context import context
+from tests.extent import turns
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -137,8 +138,7 @@ def check(loop: Callable[..., None], checkpoint: str, num_replicas: int) -> None
             assert_close(ours, theirs, 1e-12)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "checkpoint"), turns(LOOPS, CHECKPOINTS))
 def test_two_replicas(loop: Callable[..., None], checkpoint: str) -> None:
     check(loop, checkpoint, 2)
 

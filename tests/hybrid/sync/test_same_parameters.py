@@ -22,6 +22,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.sync.parameter_check import CHECKED, _held, _is_alike
 from pipollux_hybrid.telemetry.metrics import Metrics
+from tests.extent import turns
 from tests.hybrid.models import make_data, make_model, state_of
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -105,11 +106,9 @@ def train(kind: str, when: str, options: dict[str, object]) -> tuple[str, int, d
 INITIALIZES = ["initializes", "initializes uncounted", "initializes frozen"]
 
 
-@pytest.mark.parametrize("kind", INITIALIZES)
-@pytest.mark.parametrize(("engine", "num_stages"), ENGINES)
-def test_weights_that_a_forward_sets_from_its_samples(
-    engine: str, num_stages: int, kind: str
-) -> None:
+@pytest.mark.parametrize(("engine", "kind"), turns(ENGINES, INITIALIZES), ids=str)
+def test_weights_that_a_forward_sets_from_its_samples(engine: tuple[str, int], kind: str) -> None:
+    _, num_stages = engine
     for replica in run_stages(train, 2, num_stages, kind, "", {}):
         for message, steps, _ in replica:
             assert "replicas differ before optimizer step 1: parameter '1.shift' is the" in message
@@ -127,11 +126,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "when", "expected"), CHANGES)
-@pytest.mark.parametrize(("engine", "num_stages"), ENGINES)
+@pytest.mark.parametrize(("engine", "change"), turns(ENGINES, CHANGES), ids=str)
 def test_weights_that_a_script_changes_on_one_replica(
-    engine: str, num_stages: int, kind: str, when: str, expected: int
+    engine: tuple[str, int], change: tuple[str, str, int]
 ) -> None:
+    (_, num_stages), (kind, when, expected) = engine, change
     found = run_stages(train, 3, num_stages, kind, when, {})
     told = {(message, steps) for replica in found for message, steps, _ in replica}
     ((message, steps),) = told
@@ -149,10 +148,10 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("engine", "num_stages"), ENGINES)
-def test_other_options_of_the_job(engine: str, num_stages: int, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(("engine", "options"), turns(ENGINES, OPTIONS), ids=str)
+def test_other_options_of_the_job(engine: tuple[str, int], options: dict[str, object]) -> None:
     """A run is not refused for what they do, and is for what the script does."""
+    _, num_stages = engine
     first, *others = run_stages(train, 3, num_stages, "nothing", "", options)
     for replica in others:
         for (message, steps, state), (_, _, same) in zip(replica, first, strict=True):
@@ -205,9 +204,9 @@ def accumulate(kind: str) -> tuple[str, int, int]:
     return message, next(backwards), context().component(Metrics).step
 
 
-@pytest.mark.parametrize("kind", ["initializes", "a scale"])
-@pytest.mark.parametrize(("engine", "num_stages"), ENGINES)
-def test_accumulation_steps(engine: str, num_stages: int, kind: str) -> None:
+@pytest.mark.parametrize(("engine", "kind"), turns(ENGINES, ["initializes", "a scale"]), ids=str)
+def test_accumulation_steps(engine: tuple[str, int], kind: str) -> None:
+    _, num_stages = engine
     for replica in run_stages(accumulate, 2, num_stages, kind):
         for message, backwards, steps in replica:
             assert "replicas differ before optimizer step 1: parameter" in message

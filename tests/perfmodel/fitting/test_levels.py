@@ -181,6 +181,8 @@ def test_speedups_by_level_have_one_base():
             whole.at_level(level)(nodes, replicas), alone(nodes, replicas)
         )
     assert whole.at_level(1) is whole
+    assert whole.num_levels == 3
+    assert alone.num_levels == 1
     assert whole.at_level(9) is whole.at_level(3)
     assert whole.at_level(2)(2, 4) > whole.at_level(3)(2, 4)
     fresh = speedup_of(TRUE)

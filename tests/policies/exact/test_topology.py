@@ -20,6 +20,7 @@ from pipollux_policies import (
 from pipollux_policies.allocations.fitness import power_terms
 from pipollux_policies.exact.policy import Certificate
 from pipollux_policies.jobs.topology import build_topology
+from pipollux_policies.placement.node_choice import find_nodes
 
 SLOTS = 2
 
@@ -222,3 +223,58 @@ def test_without_labels_and_with_one_domain_decisions_are_the_same():
             for path in ((), ("z", "r"), ("", ""))
         ]
         assert answers[0] == answers[1] == answers[2]
+
+
+def random_topology(rng: random.Random, num_nodes: int) -> list[NodeInfo]:
+    labels = [("a", "b", ""), ("r1", "r2", "r3", "")]
+    return [
+        NodeInfo({"slots": SLOTS}, topology=tuple(rng.choice(names) for names in labels))
+        for _ in range(num_nodes)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nodes_meet_at_the_lowest_level_with_a_domain_that_has_them_all(seed):
+    rng = random.Random(seed)  # noqa: S311  # as every seeded test
+    topology = build_topology(random_topology(rng, 12))
+    for _ in range(30):
+        nodes = rng.sample(range(12), rng.randint(1, 4))
+        level = 1
+        while level < topology.num_levels and not any(
+            {*nodes} <= {*topology.members(level, domain).tolist()}
+            for domain in set(topology.domains[level - 1].tolist())
+        ):
+            level += 1
+        assert topology.level(nodes) == (level if len(nodes) > 1 else 1)
+    for level in range(1, topology.num_levels):
+        for domain in {*topology.domains[level - 1].tolist()}:
+            nodes = topology.members(level, domain).tolist()
+            assert nodes == np.flatnonzero(topology.domains[level - 1] == domain).tolist()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nodes_of_a_domain_are_those_found_where_all_others_are_full(seed):
+    """The search inside a domain looks at its nodes alone, which changes nothing."""
+    rng = random.Random(seed)  # noqa: S311  # as above
+    topology = build_topology(random_topology(rng, 12))
+    for _ in range(30):
+        counts, claims = (np.array([rng.randint(0, 3) for _ in range(12)]) for _ in range(2))
+        closed = np.array([rng.random() < 0.2 for _ in range(12)])
+        replicas = rng.randint(1, 10)
+        found = find_nodes(counts, closed, replicas, claimed=claims, topology=topology)
+        expected = find_nodes(counts, closed, replicas, claimed=claims)
+        if expected is not None and len(expected) > 1:
+            for level in range(1, topology.num_levels):
+                room = topology.room(np.where(closed, 0, counts), level)
+                enough = np.flatnonzero(room >= replicas)
+                if enough.size:
+                    tightest = enough[room[enough].argmin()]
+                    inside = topology.domains[level - 1] == tightest
+                    there = np.where(inside, counts, 0)
+                    expected = find_nodes(there, closed, replicas, claimed=claims)
+                    break
+            else:  # no domain has room
+                assert {node for node, _ in found} <= {*np.flatnonzero(~closed).tolist()}
+                assert sum(count for _, count in found) == replicas
+                continue
+        assert found == expected

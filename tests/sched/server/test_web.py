@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
@@ -364,6 +364,29 @@ def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
         page.evaluate("document.body.innerHTML = '<b>x</b>'")
     tab.errors = [error for error in tab.errors if "TrustedHTML" not in error]
     tab.check()
+
+
+def test_nothing_moves_while_the_page_loads_or_scrolls(browser: Browser, service: Service) -> None:
+    """A button that moves between the press and the release of the pointer is not clicked."""
+    held: list[Route] = []
+    with visit(browser, service.server.url, viewport={"width": 1280, "height": 300}) as tab:
+        tab.page.route(re.compile("/(attempts|usage)[?]"), lambda route: held.append(route))
+        page = tab.open(ADMIN)
+        button = page.get_by_role("button", name="Drain node-b")
+        expect(button).to_be_attached()
+        where = "(one) => one.getBoundingClientRect().top + scrollY"
+        before = button.evaluate(where)
+        assert before > 300, "it is not in view yet"
+        button.scroll_into_view_if_needed()
+        expect(page.locator(".gantt .free > rect")).to_have_count(4)
+        expect(page.locator(".gantt .block > rect")).to_have_count(0)
+        assert button.evaluate(where) == before
+        until(lambda: len(held) == 2 or page.wait_for_timeout(10), "both are asked for")
+        for route in held:
+            route.continue_()
+        expect(page.locator(".gantt .block > rect")).to_have_count(4)
+        assert button.evaluate(where) == before
+        tab.check()
 
 
 def test_actions_are_confirmed_and_refusals_shown(

@@ -71,13 +71,15 @@ class TopApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("ctrl+c", "quit", show=False, priority=True),
-        Binding("slash", "search", "search", key_display="/"),
-        Binding("escape", "clear", "all jobs", show=False),
+        # Keys that move the focus are handled before the keys typed behind them are forwarded.
+        Binding("slash", "search", "search", key_display="/", priority=True),
+        Binding("escape", "clear", "all jobs", show=False, priority=True),
+        Binding("enter", "keep_search", show=False, priority=True),
         Binding("p", "phase(1)", "next phase"),
         Binding("P", "phase(-1)", show=False),
         Binding("s", "sort", "sort"),
         Binding("r", "reverse", "reverse"),
-        Binding("n", "nodes", "jobs/nodes"),
+        Binding("n", "nodes", "jobs/nodes", priority=True),
     ]
 
     def __init__(self, reader: Reader, interval: float) -> None:
@@ -210,6 +212,15 @@ class TopApp(App[None]):
         if self.view is not None and near and limit <= shown < self.view.cluster.num_found:
             self._want(replace(self._wanted, limit=2 * limit))
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether an action is possible now; Textual calls this."""
+        if action in ("search", "clear", "nodes", "keep_search"):
+            if isinstance(self.screen, JobScreen | NodeScreen):
+                return False
+            in_search = self.focused is not None and self.focused.id == "search"
+            return in_search or action != "keep_search"
+        return super().check_action(action, parameters)
+
     # The selection
 
     def _want(self, query: JobQuery) -> None:
@@ -239,7 +250,7 @@ class TopApp(App[None]):
         """Open the search field."""
         search = self._main.query_one("#search", Input)
         search.add_class("open")
-        search.focus()
+        self._main.set_focus(search)
 
     @on(Input.Changed, "#search")
     def search_changed(self, event: Input.Changed) -> None:
@@ -247,10 +258,9 @@ class TopApp(App[None]):
         if event.value.strip() != self._wanted.name:
             self._choose(name=event.value.strip())
 
-    @on(Input.Submitted, "#search")
-    def search_done(self) -> None:
+    def action_keep_search(self) -> None:
         """Keep the search, and return to the jobs."""
-        self._main.query_one("#jobs").focus()
+        self._main.set_focus(self._main.query_one("#jobs"))
 
     def action_clear(self) -> None:
         """Show all jobs again."""
@@ -258,7 +268,7 @@ class TopApp(App[None]):
         search.value = ""
         search.remove_class("open")
         self._main.query_one("#phases", Tabs).active = ALL
-        self._main.query_one("#jobs").focus()
+        self._main.set_focus(self._main.query_one("#jobs"))
 
     @on(DataTable.HeaderSelected, "#jobs")
     def sort_by_head(self, event: DataTable.HeaderSelected) -> None:
@@ -287,7 +297,7 @@ class TopApp(App[None]):
     def action_nodes(self) -> None:
         """Move the focus between jobs and nodes."""
         to_jobs = self.focused is not None and self.focused.id == "nodes"
-        self._main.query_one("#jobs" if to_jobs else "#nodes").focus()
+        self._main.set_focus(self._main.query_one("#jobs" if to_jobs else "#nodes"))
 
     @on(DataTable.RowSelected, "#jobs")
     def open_job(self, event: DataTable.RowSelected) -> None:

@@ -156,9 +156,9 @@ export class Nodes {
       row.actions.replaceChildren(...buttons, h("span", { class: "reason" }, since));
     }
     row.actions.told = told;
-    const holds = this.#on(name).filter((attempt) => attempt.ended_at === null);
-    const text = holds.map((attempt) => attempt.job).join();
-    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((attempt) => jobLink(attempt.job, attempt.number)));
+    const holds = Object.keys(node.jobs).map((job) => [job, this.live.numbers.get(job)]);
+    const text = holds.join();
+    if (row.holders.told !== text) row.holders.replaceChildren(...holds.map((held) => jobLink(...held)));
     row.holders.told = text;
     this.#tellDevices(row, node.devices);
   }
