@@ -18,7 +18,8 @@ from .rules import Rules, kind_of, owner_of
 _RESETS = ("submitted", "rerun", "suspended", "resumed")
 """Events after which an earlier forecast of a job says nothing any more."""
 _TYPES = (
-    *("complete", "failed", "allocated", "stopping", "restarting", "waiting", "forecast_missed"),
+    *("complete", "failed", "cancelled", "allocated", "stopping", "restarting"),
+    *("waiting", "forecast_missed"),
     *_RESETS,
 )
 _BATCH = 500

@@ -10,6 +10,7 @@ import pytest
 
 from pipollux_sched.lifecycle import (
     Allocate,
+    Cancel,
     Exited,
     NodeLost,
     Outcome,
@@ -256,6 +257,38 @@ def test_a_sweep_notifies_once(outbox: Outbox, receiver: Receiver) -> None:
     outbox.store.transition("rates", SweepEnded(complete=False, message="No trial is complete."))
     outbox.deliver()
     assert receiver.texts == ["failed: No trial is complete."]
+
+
+def test_a_cancellation_is_sent_when_the_job_has_stopped(
+    outbox: Outbox, receiver: Receiver
+) -> None:
+    for name in ("queued", "runs", "default", "pruned"):
+        rule = hook(receiver) if name == "default" else hook(receiver, "cancelled")
+        outbox.submit(name, rule)
+    outbox.start("runs")
+    for name in ("queued", "runs", "default"):
+        outbox.store.transition(name, Cancel())
+    outbox.store.transition("pruned", Cancel(pruned="others are better"))
+    outbox.deliver()
+    assert [one.data["data"]["job"] for one in receiver.requests] == ["queued"]
+    outbox.store.transition("runs", Exited(1, Outcome.STOPPED, step=3))
+    outbox.deliver()
+    found = [(one.data["type"], one.data["data"]["job"]) for one in receiver.requests]
+    assert found == [("job.cancelled", "queued"), ("job.cancelled", "runs")]
+    assert receiver.texts == ["cancelled", "cancelled"]
+
+
+def test_a_cancelled_sweep_notifies_once(outbox: Outbox, receiver: Receiver) -> None:
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "loss"}
+    outbox.submit("rates", hook(receiver, "cancelled"), sweep=sweep, args=["{lr}"])
+    template = JobSpec.model_validate({"name": "rates-0", "script": "train.py"})
+    trial = TrialRecord("rates", 0, {"lr": 0.1})
+    entry = Submission("rates-0", template.model_dump(mode="json"), "token", 0, trial=trial)
+    outbox.store.submit_all([entry])
+    outbox.store.transition("rates", Cancel())
+    outbox.store.transition("rates-0", Cancel())
+    outbox.deliver()
+    assert [one.data["data"]["job"] for one in receiver.requests] == ["rates"]
 
 
 def test_waiting_too_long_by_each_rule(outbox: Outbox, receiver: Receiver, clock: Clock) -> None:
