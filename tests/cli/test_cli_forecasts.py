@@ -77,6 +77,21 @@ def test_without_forecasts_a_dry_run_still_works(cli: Cli, repository: Path) -> 
     cli.serve("--forecasts", "0")
     told = cli("submit", "jobs.yaml", "--dry-run")
     assert told.stdout.startswith("char-lm-8: would start now, and end between "), told.stderr
+    later = """jobs:
+  - {name: rates, script: SCRIPT, args: ["{lr}"], sweep: {grid: {lr: [1, 2]}, pruner: median}}
+  - {name: last, script: SCRIPT, after: [rates]}
+  - {name: alarm, script: SCRIPT, after: [{job: rates, when: failed}]}
+"""
+    (cli.folder / "later.yaml").write_text(later.replace("SCRIPT", str(TOY)))
+    told = cli("submit", "later.yaml", "--dry-run")
+    rates, last, alarm = told.stdout.splitlines()
+    assert rates.startswith("rates: would start now, and end at a time that is not known; pruning")
+    assert (
+        last == "last: would start at a time that is not known, and end at a time that is not known"
+    )
+    assert alarm == (
+        "alarm: no forecast: it waits for job rates to fail, and forecasts assume that jobs succeed"
+    )
     wrong = cli("submit", "jobs.yaml", "--dry-run", "--wait")
     assert "leave --wait out" in one_sentence(wrong, 2)
 

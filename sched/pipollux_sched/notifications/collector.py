@@ -198,8 +198,7 @@ class Collector:
         return found
 
     def _started_at(self, job: str, promise: StoredForecast) -> float | None:
-        moments = [entry.created_at for entry in self._store.attempts(job)]
-        return min((one for one in moments if one >= promise.made_at), default=None)
+        return self._store.sweeps.started_at(job, promise.made_at)
 
 
 def _of_teams(teams: TeamsSpec | None) -> bool:

@@ -27,6 +27,7 @@ from .families import Families
 from .forecasts import ForecastRecords
 from .heartbeats import HeartbeatRecords
 from .job_cache import JobCache
+from .dependencies import waits_of
 from .job_list import JobQuery
 from .journal import Change, RunTime, StartingJob
 from .launches import LaunchRecords
@@ -147,6 +148,8 @@ class Store:
         """Raise the error with which `submit_all` would refuse jobs; store nothing."""
         with self._database.read() as session:
             check_free(session, specs)
+            for name, spec in specs.items():
+                waits_of(session, name, spec, specs)
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
         """Add jobs as in `submit`: all of them or, if one is refused, none."""

@@ -22,7 +22,7 @@ from .attempts import ENDED
 from .database import Database
 from .errors import JobExistsError
 from .records import JobRecord, job_record
-from .tables import JobRow, MetricRow, PointRow, TrialRow
+from .tables import AttemptRow, JobRow, MetricRow, PointRow, TrialRow
 
 _MOST_NAMES = 500
 """Names per query: databases limit the values of one."""
@@ -135,6 +135,13 @@ class Sweeps:
             unfinished = {row.name for row in rows if row.phase not in ENDED}
             found = curves_of(session, list(jobs), metric, unfinished)
         return {jobs[name]: curve for name, curve in found.items()}
+
+    def started_at(self, job: str, since: float) -> float | None:
+        """Return when a job, or a trial of a sweep, first held slots since a time; None: never."""
+        mine = or_(JobRow.name == job, JobRow.sweep == job)
+        query = select(func.min(AttemptRow.created_at)).where(AttemptRow.created_at >= since)
+        with self._database.read() as session:
+            return session.scalar(query.join(JobRow, JobRow.name == AttemptRow.job).where(mine))
 
     def unfinished(self, sweep: str) -> list[JobRecord]:
         """Return the jobs of trials that have not ended."""

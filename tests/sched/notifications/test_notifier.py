@@ -350,6 +350,29 @@ def test_forecasts_that_are_missed(outbox: Outbox, receiver: Receiver, clock: Cl
     assert found[2][1].endswith("and it has not ended")
 
 
+def test_a_sweep_starts_with_its_first_trial(
+    outbox: Outbox, receiver: Receiver, clock: Clock
+) -> None:
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "loss"}
+    outbox.submit("rates", hook(receiver, "forecast_missed"), sweep=sweep, args=["{lr}"])
+    now = clock.now
+    start = {"low": now, "median": now + 10, "high": now + 50}
+    end = {"low": now + 100, "median": now + 100, "high": now + 200}
+    outbox.store.forecasts.keep({"rates": StoredForecast(now, start, end, end)}, ["rates"])
+    clock.now += 20
+    template = JobSpec.model_validate({"name": "rates-0", "script": "train.py"})
+    trial = TrialRecord("rates", 0, {"lr": 0.1})
+    entry = Submission("rates-0", template.model_dump(mode="json"), "token", 0, trial=trial)
+    outbox.store.submit_all([entry])
+    outbox.start("rates-0")
+    clock.now += 100
+    outbox.deliver()
+    assert receiver.texts == []
+    clock.now += 100
+    outbox.deliver()
+    assert [text.rpartition(", and ")[2] for text in receiver.texts] == ["it has not ended"]
+
+
 def test_deletion_waits_for_nothing_and_loses_nothing(outbox: Outbox, receiver: Receiver) -> None:
     outbox.submit("toy", hook(receiver))
     outbox.end("toy")
