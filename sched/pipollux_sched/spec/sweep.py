@@ -233,9 +233,10 @@ class SweepSpec(_Part):
                 yield dict(zip(self.grid, values, strict=True))
 
     def most_unfinished(self, slots: int, slots_per_replica: int, min_replicas: int) -> int:
-        """Return how many trials may be unfinished at the same time on a cluster with some slots.
+        """Return how many trials may be unfinished at the same time.
 
         Args:
+            slots: of the cluster.
             slots_per_replica: of a trial.
             min_replicas: smallest number of replicas of a trial.
         """

@@ -21,13 +21,13 @@ from . import nodes as node_rows
 from .attempts import moving_average
 from .database import Database
 from .deletion import Deletions
+from .dependencies import waits_of
 from .devices import DeviceRecords
 from .errors import StoreError
 from .families import Families
 from .forecasts import ForecastRecords
 from .heartbeats import HeartbeatRecords
 from .job_cache import JobCache
-from .dependencies import waits_of
 from .job_list import JobQuery
 from .journal import Change, RunTime, StartingJob
 from .launches import LaunchRecords

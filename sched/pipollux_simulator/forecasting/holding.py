@@ -1,4 +1,4 @@
-"""Jobs of a sample that may not arrive yet: they wait for other jobs, or for room in their sweep."""
+"""Jobs of a sample that may not arrive yet, as they wait for others or for room in their sweep."""
 
 from __future__ import annotations
 
