@@ -65,6 +65,29 @@ class TrialRecord:
         return trial_name(self.sweep, self.number)
 
 
+@dataclass(frozen=True)
+class SweepSummary:
+    """The progress of a sweep."""
+
+    submitted_at: float
+    metric: str
+    num_trials: int
+    counts: Mapping[TrialState, int]
+    """Trials in each state; those that a search has not proposed yet are missing."""
+    best: TrialRecord | None
+    """The complete trial with the best value of the metric."""
+
+    @property
+    def num_ended(self) -> int:
+        """Number of trials that have ended."""
+        return sum(number for state, number in self.counts.items() if state.ended)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of trials that have no job yet."""
+        return self.num_trials - self.num_ended - self.counts.get(TrialState.UNFINISHED, 0)
+
+
 Curve = Mapping[int, float | None]
 """Values of a metric by step; None: it was not finite."""
 
@@ -115,6 +138,20 @@ class Sweeps:
         with self._database.read() as session:
             row = session.scalar(query.order_by(order, TrialRow.number).limit(1))
             return None if row is None else _record(row)
+
+    def summary(
+        self,
+        sweep: JobRecord,
+        counts: Mapping[TrialState, int],
+        before: SweepSummary | None = None,
+    ) -> SweepSummary:
+        """Return the progress of a sweep, given its counts; of an unchanged sweep, `before`."""
+        same = before is not None and before.submitted_at == sweep.submitted_at
+        if before is not None and same and before.counts == counts:
+            return before
+        spec = SweepSpec.model_validate(sweep.spec["sweep"])
+        best = self.best(sweep.name, spec)
+        return SweepSummary(sweep.submitted_at, spec.metric, spec.num_trials, counts, best)
 
     def propose(self, sweep: str, first: int, proposals: Sequence[Mapping[str, Any]]) -> None:
         """Add trials of a search, from a number on."""
