@@ -214,7 +214,8 @@ class SampledCluster(Cluster):
         self._area += (until - self._now) * len(self._active)
         number = len(self._done)
         super()._train(until)
-        heirs = self._heirs() if self._num_changes > self.effort.exact_changes else None
+        coarse = self._num_changes > self.effort.exact_changes
+        heirs = self._heirs() if coarse and self.state.sweeps else None
         while number < len(self._done):  # which grows by the heirs that end, too
             self._note_end(self._done[number], until, heirs)
             number += 1
