@@ -256,10 +256,11 @@ class SampledCluster(Cluster):
             row, app = _arrival(self.sampled[name], moment), self.applications[name]
             job = self._job(row, app, app.new_model())
         job.clock = moment
-        same = [s for s in self.sampled[name].info.all_shapes if s.num_stages == last.num_stages]
         info = self.sampled[name].info
-        job.reallocate(moment, last.nodes, (same or info.all_shapes)[0], info)
-        job.advance(until, 1.0, self._all_nodes[last.nodes[0]].gpu_type)
+        same = [shape for shape in info.all_shapes if shape.num_stages == last.num_stages]
+        nodes = last.nodes[: max(info.max_replicas, info.least_replicas)]
+        job.reallocate(moment, nodes, (same or info.all_shapes)[0], info)
+        job.advance(until, 1.0, self._all_nodes[nodes[0]].gpu_type)
         if job.completed is None:
             self._active[name] = job
         else:
