@@ -235,6 +235,7 @@ def test_a_sweep_is_one_object(site: Site) -> None:
     until(lambda: not site.scheduler.jobs(), "the sweep and its trials are deleted")
 
 
+@pytest.mark.exhaustive
 def test_a_deleted_sweep_ends_its_trials(site: Site) -> None:
     sweep = {"list": [{"lr": 1}, {"lr": 2}]}
     site.apply("rates", sweep=sweep, **trials(site, RUNS))
@@ -249,6 +250,7 @@ def test_a_deleted_sweep_ends_its_trials(site: Site) -> None:
     until(lambda: not site.cluster.pods(site.namespace), "their pods are gone")
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_submitted_over_rest_has_a_resource(site: Site) -> None:
     spec = JobSpec.model_validate(
         {
@@ -268,6 +270,7 @@ def test_a_sweep_submitted_over_rest_has_a_resource(site: Site) -> None:
     until(lambda: site.resource("rates") is None, "the resource is deleted")
 
 
+@pytest.mark.exhaustive
 def test_created_before_the_job_that_it_waits_for(site: Site) -> None:
     """In whichever order resources come, as after one `kubectl apply` of several."""
     site.apply("a-last", "exit 0", after=[{"job": "rates"}], maxReplicas=1)
