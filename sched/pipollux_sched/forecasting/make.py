@@ -50,7 +50,9 @@ class Forecaster:
             found = self._next_sample(state, make_policy, seed, effort)
         made = {name: stored(state.now, one) for name, one in found.items()}
         for name, note in reader.notes.items():
-            made[name] = made.get(name, _unknown(state.now))._replace(note=note)
+            # With an unknown end, a note would be taken for its reason.
+            if name not in made or made[name].end["low"] is not None:
+                made[name] = made.get(name, _unknown(state.now))._replace(note=note)
         return made
 
     def _next_sample(

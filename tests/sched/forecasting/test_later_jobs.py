@@ -101,7 +101,9 @@ def test_a_sweep_under_way(store: Store, clock: Clock) -> None:
             store.transition(name, Exited(1, Outcome.COMPLETE, step=9, epoch=0))
     (one,) = read(store)[0].sweeps
     assert (one.num_planned, one.trials, one.is_new) == (2, ("rates-1",), False)
-    assert Forecaster(store).make()["rates"].start is None
+    found = Forecaster(store).make()["rates"]
+    assert (found.start, found.note) == (None, PRUNING)
+    assert found.end["low"] is not None
     submit(store, "last", after=["rates"])
     store.transition("rates", Suspend())
     store.transition("rates-1", Suspend())
