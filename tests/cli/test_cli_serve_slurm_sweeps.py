@@ -38,18 +38,21 @@ def test_a_search_is_pruned_and_goes_on_after_a_scheduler_is_killed(
     jobs: list[dict[str, Any]] = [
         {
             "name": "rates",
+            "script": str(TRIAL),
             "args": ["--lr", "{lr}", "--hold", str(never)],
-            "resources": {"cpus": 9},  # a node has 16, so it takes one trial
+            "preemptible": False,
+            "max_restarts": 3,  # a trial whose report meets no scheduler ends
             "sweep": {
                 "list": [*[{"lr": 0.02}] * 6, {"lr": 0.9}, {"lr": 0.01}],
                 "metric": "error",
                 "pruner": "median",
+                "max_parallel": 2,
             },
         },
-        {"name": "last", "after": ["rates"]},
-        {"name": "alarm", "after": [{"job": "rates", "when": "failed"}]},
+        {"name": "last", "command": "true", "after": ["rates"]},
+        {"name": "alarm", "command": "true", "after": [{"job": "rates", "when": "failed"}]},
     ]
-    given = {"script": str(TRIAL), "max_replicas": 1, "max_restarts": 0}
+    given = {"resources": {"cpus": 9}, "max_replicas": 1}  # a node has 16, and so takes one
     specs = [JobSpec.model_validate({**given, **job}) for job in jobs]
     with Hosts(2) as hosts, SlurmCluster(hosts, gpus=0) as cluster:
         for name, value in cluster.environment.items():
