@@ -66,7 +66,7 @@ class Forecaster:
             job.name: summarize(
                 job, [one[job.name] for one in self._samples if job.name in one], state
             )
-            for job in (*state.jobs, *state.sweeps)
+            for job in state.jobs_and_sweeps
         }
 
     def _present_reader(self) -> StateReader:

@@ -61,7 +61,7 @@ def forecast(
     samples = sample_times(state, make_policy, seed=seed, effort=effort or Effort())
     return {
         job.name: summarize(job, [sample[job.name] for sample in samples], state, error)
-        for job in (*state.jobs, *state.sweeps)
+        for job in state.jobs_and_sweeps
     }
 
 
@@ -78,7 +78,7 @@ def sample_times(
     `which`: numbers of the samples, from 0; None: all.
     """
     numbers = range(effort.samples) if which is None else which
-    wanted = [*state.jobs, *state.sweeps]
+    wanted = state.jobs_and_sweeps
     if not wanted or not state.nodes:
         return [{job.name: NEVER for job in wanted} for _ in numbers]
     draws = Draws(state, seed, effort.samples)

@@ -20,7 +20,7 @@ class Holding:
     """
 
     def __init__(self, state: ForecastState, planned: Mapping[str, Sequence[str]]) -> None:
-        waits = {entry.name: set(entry.after) for entry in (*state.jobs, *state.sweeps)}
+        waits = {entry.name: set(entry.after) for entry in state.jobs_and_sweeps}
         self._missing = {name: len(after) for name, after in waits.items() if after}
         """Number of predecessors that have not ended, of those that wait for any."""
         self._waiting: dict[str, list[str]] = {}

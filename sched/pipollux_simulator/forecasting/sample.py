@@ -375,7 +375,7 @@ def run_sample(
 
 
 def _never(state: ForecastState) -> dict[str, Times]:
-    return {entry.name: NEVER for entry in (*state.jobs, *state.sweeps)}
+    return {entry.name: NEVER for entry in state.jobs_and_sweeps}
 
 
 def _span(trials: Sequence[Times], now: float) -> Times:

@@ -108,3 +108,8 @@ class ForecastState:
             raise ValueError(f"interval: {self.interval} must be above 0")
         if not self.arrival_seconds >= 0:
             raise ValueError(f"arrival_seconds: {self.arrival_seconds} must be at least 0")
+
+    @property
+    def jobs_and_sweeps(self) -> tuple[ForecastJob | ForecastSweep, ...]:
+        """All that there are forecasts of."""
+        return (*self.jobs, *self.sweeps)

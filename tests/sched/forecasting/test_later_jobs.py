@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from pipollux_sched.forecasting.make import Forecaster
 from pipollux_sched.forecasting.new_jobs import forecast_new
 from pipollux_sched.forecasting.state import PRUNING, StateReader
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started, Suspend, SweepProgress
-from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.spec.job import parse_job
 from pipollux_sched.store import DependencyError, StateDir, Store, TrialRecord
 from pipollux_sched.store.submissions import Submission
 from pipollux_sched.views.forecasts import list_forecasts
@@ -112,24 +111,28 @@ def test_a_sweep_under_way(store: Store, clock: Clock) -> None:
     assert reader.notes == {"last": "it waits for job rates to complete, which has no forecast"}
 
 
-def test_new_sweeps_and_dependants_are_forecast_together(store: Store, tmp_path: Path) -> None:
+def test_new_sweeps_and_dependants_are_forecast_together(
+    store: Store, clock: Clock, tmp_path: Path
+) -> None:
     before = store.jobs(), store.last_event()
-    directory = StateDir(tmp_path / "state")
-
-    def of(*specs: JobSpec) -> Any:
-        return {one.job: one for one in forecast_new(store, directory, specs)}
-
-    found = of(spec("last", after=["rates"], hints=SHORT), spec("rates", hints=SHORT, sweep=GRID))
+    new = [spec("last", after=["rates"], hints=SHORT), spec("rates", hints=SHORT, sweep=GRID)]
+    found = Forecaster(store).make(new)
     assert (store.jobs(), store.last_event()) == before
     each = RESTART + seconds_of(1400)
-    assert found["last"].start.median == pytest.approx(found["rates"].end.median, abs=0.2)
-    waits = found["rates"].start.median - found["rates"].made_at
-    assert waits == pytest.approx(seconds_of(7000) + each, abs=1)
-    took = found["rates"].end.median - found["rates"].start.median
-    assert took == pytest.approx(3 * each, abs=1)
+    last, rates = found["last"].start, found["rates"].start
+    assert last is not None
+    assert rates is not None
+    assert last["median"] == pytest.approx(found["rates"].end["median"], abs=0.2)
+    assert rates["median"] == pytest.approx(clock.now + seconds_of(7000) + each, abs=0.2)
+    assert found["rates"].end["median"] == pytest.approx(rates["median"] + 3 * each, abs=0.2)
+
+
+def test_dependencies_of_new_jobs_are_checked(store: Store, tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
     with pytest.raises(DependencyError, match="there is no job of this name"):
-        of(spec("last", after=["gone"]))
+        forecast_new(store, directory, [spec("last", after=["gone"])])
     store.transition("first", Exited(1, Outcome.COMPLETE, step=9, epoch=0))
     with pytest.raises(DependencyError, match="can never start"):
-        of(spec("last", after=[{"job": "first", "when": "failed"}]))
-    assert of(spec("last", after=["first"], hints=SHORT))["last"].note is None
+        forecast_new(store, directory, [spec("last", after=[{"job": "first", "when": "failed"}])])
+    found = Forecaster(store).make([spec("last", after=["first"], hints=SHORT)])["last"]
+    assert (found.note, found.start is None) == (None, False)
