@@ -219,7 +219,7 @@ def test_thousands_of_runs_do_not_load_the_scheduler(directory: Path, tmp_path: 
     with scheduler_on(directory) as scheduler:
         began = time.monotonic()
         scheduler.submit(held(10_000, tmp_path))
-        assert time.monotonic() - began < 15  # the issue allows 3 s for 2000
+        assert time.monotonic() - began < 15  # 3 s for each 2000
         assert scheduler.wait(lambda _: len(states(scheduler, "rates")) == 10_000, 240)
         assert scheduler.wait(lambda jobs: sum(not j.phase.ended for j in jobs.values()) > 1, 240)
         unfinished = [job for job in scheduler.jobs().values() if not job.phase.ended]

@@ -42,6 +42,10 @@ def forecast_lines(found: ForecastView, now: float) -> list[tuple[str, str]]:
     >>> end = EstimateView(low=60.0, median=90.0, high=None)
     >>> forecast_lines(ForecastView(made_at=0.0, start=None, end=end), 30.0)[1]
     ('Forecast made', '30s ago')
+    >>> never = EstimateView(low=None, median=None, high=None)
+    >>> why = "it waits for job a to fail, and forecasts assume that jobs succeed"
+    >>> forecast_lines(ForecastView(made_at=0.0, start=never, end=never, note=why), 30.0)[0][0]
+    'No forecast'
     """
     if found.note and found.end.low is None:
         return [("No forecast", found.note)]
