@@ -57,7 +57,12 @@ from pipollux_simulator.engine.team_metrics import TeamMetrics, measure_teams
 from pipollux_simulator.forecasting.errors import Estimate, PastError
 from pipollux_simulator.forecasting.forecast import JobForecast, forecast
 from pipollux_simulator.forecasting.sample import Effort
-from pipollux_simulator.forecasting.state import ForecastJob, ForecastState, JobKind
+from pipollux_simulator.forecasting.state import (
+    ForecastJob,
+    ForecastState,
+    ForecastSweep,
+    JobKind,
+)
 from pipollux_simulator.workload.arrivals import JobArrival, read_workload, write_workload
 from pipollux_simulator.workload.generate import generate
 
@@ -87,6 +92,7 @@ __all__ = [
     "FixedBatchModel",
     "ForecastJob",
     "ForecastState",
+    "ForecastSweep",
     "GptModel",
     "Interval",
     "IsolatedTimes",

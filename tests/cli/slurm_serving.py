@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -19,7 +19,10 @@ PIPOLLUX = Path(sys.executable).with_name("pipollux")
 
 @contextmanager
 def serving(
-    state_dir: StateDir, *options: str, log: Path | None = None
+    state_dir: StateDir,
+    *options: str,
+    log: Path | None = None,
+    program: Sequence[str] = (str(PIPOLLUX),),
 ) -> Iterator[subprocess.Popen[str]]:
     """A scheduler that is told to stop in the end, unless it was killed.
 
@@ -27,8 +30,9 @@ def serving(
         state_dir: where it keeps everything.
         options: of the command.
         log: file for what it prints; None: where the test itself prints.
+        program: `pipollux`.
     """
-    command = [str(PIPOLLUX), "serve", "--backend", "slurm", "--state-dir", str(state_dir.path)]
+    command = [*program, "serve", "--backend", "slurm", "--state-dir", str(state_dir.path)]
     intervals = ("--interval=1", "--hints-interval=1", "--checkpoint-interval=1")
     with ExitStack() as files:
         output = None if log is None else files.enter_context(log.open("w"))

@@ -72,11 +72,27 @@ def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:
     assert cli("cancel", "char-lm-8").returncode == 0
 
 
+LATER = """\
+  - {name: rates, script: SCRIPT, args: ["{lr}"], sweep: {grid: {lr: [1, 2]}, pruner: median}}
+  - {name: last, script: SCRIPT, after: [rates]}
+  - {name: alarm, script: SCRIPT, after: [{job: rates, when: failed}]}
+"""
+
+
 def test_without_forecasts_a_dry_run_still_works(cli: Cli, repository: Path) -> None:
     write_jobs(cli, repository)
+    with (cli.folder / "jobs.yaml").open("a") as file:
+        file.write(LATER.replace("SCRIPT", str(TOY)))
     cli.serve("--forecasts", "0")
     told = cli("submit", "jobs.yaml", "--dry-run")
-    assert told.stdout.startswith("char-lm-8: would start now, and end between "), told.stderr
+    job, rates, last, alarm = told.stdout.splitlines() or [told.stderr] * 4
+    assert job.startswith("char-lm-8: would start now, and end between ")
+    unknown = "at a time that is not known"
+    assert rates == f"rates: would start now, and end {unknown}"
+    assert last == f"last: would start {unknown}, and end {unknown}"
+    assert alarm == (
+        "alarm: no forecast: it waits for job rates to fail, and forecasts assume that jobs succeed"
+    )
     wrong = cli("submit", "jobs.yaml", "--dry-run", "--wait")
     assert "leave --wait out" in one_sentence(wrong, 2)
 

@@ -49,6 +49,22 @@ def complaint(done: subprocess.CompletedProcess[str], code: int) -> str:
     return line.removeprefix("Error: ")
 
 
+def test_a_sweep_is_planned_and_not_applied(tmp_path: Path) -> None:
+    text = "jobs:\n- {name: rates, script: a.py, sweep: {grid: {lr: [1, 2, 3, 4, 5, 6, 7, 8]}}}\n"
+    (tmp_path / "a.py").touch()
+    done = plan_files(tmp_path, CLUSTER, text)
+    assert done.returncode == 0, done.stderr
+    assert "The plan has 6 of 8 trials of rates; 2 more follow as these end." in done.stdout
+    files = ("--cluster", "cluster.yaml", "--jobs", "jobs.yaml")
+    refused = pipollux("apply", *files, "--yes", "--state-dir", "state", cwd=tmp_path)
+    words = complaint(refused, 2)
+    assert words.startswith("job 'rates' is a sweep, whose trials start one after another")
+    assert words.endswith(
+        "run it under a scheduler, with: pipollux serve, and then: pipollux submit jobs.yaml"
+    )
+    assert not (tmp_path / "state").exists()
+
+
 def test_the_examples_as_json_pipe_into_any_tool(repository: Path) -> None:
     with start(*EXAMPLES, "--output", "json", cwd=repository) as planning:
         done = subprocess.run(

@@ -105,7 +105,62 @@ def test_the_file_is_the_one_that_is_generated() -> None:
 
 def test_all_fields_of_a_job_file_have_values_here() -> None:
     others = {"module", "command"}  # in place of a script
-    assert set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"} - others
+    assert (
+        set(FIELDS) == set(JobSpec.model_fields) - {"name", "allocation", "sweep"} - others
+    )  # which has tests of its own
+
+
+SWEEPS: dict[str, Any] = {
+    "grid": {
+        "grid": {"lr_max": [0.1, 1], "kind": ["a", True]},
+        "metric": "error",
+        "max_parallel": 3,
+    },
+    "list": {"list": [{"a_b": 1}, {"a_b": 2}], "max_replicas": 5, "pruner": "median", "warmup": 2},
+    "search": {
+        "search": {
+            "lr_max": {"low": 1e-3, "high": 1.0, "log": True},
+            "width": {"low": 8, "high": 64, "step": 8},
+            "share": {"low": 1.0, "high": 2.0},
+            "kind": {"choices": ["a", 2]},
+        },
+        "trials": 9,
+        "sampler": "random",
+        "seed": 4,
+        "direction": "maximize",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SWEEPS)
+def test_a_sweep_is_said_by_a_resource(client: Client, kind: str) -> None:
+    """As its user writes it, and as a job is given one: names of parameters stay as they are."""
+    fields = {"name": "s", "image": IMAGE, "script": "/a.py", "args": ["{{x}}"]}
+    spec = parse_job({**fields, "sweep": SWEEPS[kind]})
+    client.create(Job(metadata={"name": "s"}, spec=resource_spec(spec.revealed())))
+    kept = client.get(Job, "s").to_dict()
+    found = job_spec(view_job(kept))
+    assert found == spec
+    assert found.sweep is not None
+    if kind == "search":  # equal numbers need not be equal ranges
+        whole = {name: entry.is_whole for name, entry in found.sweep.search.items()}
+        assert whole == {"lr_max": False, "width": True, "share": False, "kind": False}
+    words = "sweep of a job cannot be changed; delete the job, and create it again"
+    assert words in refusal(client, "s", sweep={"metric": "other"})
+    assert words in refusal(client, "s", sweep=None)
+
+
+def test_what_is_wrong_in_a_sweep_is_told_by_the_scheduler() -> None:
+    for sweep, words in (
+        ({"search": {"lr": {"low": "small", "high": 1}}, "trials": 2}, "sweep.search.lr.low"),
+        ({"search": [1], "trials": 2}, "sweep.search"),
+        ({"grid": {"lr": []}}, "sweep.grid.lr: has no values"),
+        ({"maxParallel": 2}, "sweep: has no parameters"),
+    ):
+        given = {"script": "/a.py", "image": IMAGE, "sweep": sweep}
+        with pytest.raises(SpecError) as refused:
+            job_spec(view_job({"metadata": {"name": "s"}, "spec": given}))
+        assert words in str(refused.value)
 
 
 def test_a_module_or_a_command_in_place_of_a_script(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
+from tests.sched.scripts import TRIAL
 
 from .cluster import IMAGE, Cluster, until
 from .engines import RUNS, security, shell
@@ -192,6 +194,106 @@ def test_what_is_told_again_is_no_change(tell: Callable[..., dict[str, Any]]) ->
     assert (
         later["conditions"][0]["lastTransitionTime"] != first["conditions"][0]["lastTransitionTime"]
     )
+
+
+def trials(site: Site, script: str) -> dict[str, Any]:
+    """Return fields of a resource whose script is run with parameters, and may report a metric."""
+    shutil.copy(TRIAL, site.folder / "trial.py")
+    return {"script": script, "args": ["--lr", "{lr}"], "maxReplicas": 1}
+
+
+def test_a_sweep_is_one_object(site: Site) -> None:
+    """Its status has the trials' progress and the best of them, and it owns their pods."""
+    goal = site.folder / "goal"
+    template = {"metadata": {"labels": {"kind": "trial"}}}
+    sweep = {"grid": {"lr": [0.1, 0.01, 0.001]}, "metric": "error", "maxParallel": 2}
+    run = (
+        f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.05; done'
+    )
+    site.apply("rates", sweep=sweep, template=template, **trials(site, run))
+    held = until(lambda: len(site.cluster.pods(site.namespace, kind="trial")) == 2, "2 trials run")
+    assert held
+    owners = [
+        pod.metadata.ownerReferences[0].name
+        for pod in site.cluster.pods(site.namespace, kind="trial").values()
+    ]
+    assert owners == ["rates", "rates"]
+    until(lambda: site.status("rates").get("replicas") == 2, "their replicas are counted")
+    told = site.status("rates")
+    assert (told["phase"], told["sweep"]["progress"]) == ("Running", "0/3")
+    assert (told["sweep"]["unfinished"], told["sweep"]["waiting"]) == (2, 1)
+    assert [made.metadata.name for made in site.client.list(Job)] == ["rates"]
+    goal.touch()
+    done = site.await_phase("rates", Phase.COMPLETE)
+    until(lambda: site.status("rates")["sweep"]["progress"] == "3/3", "all have ended")
+    assert "Complete" in true(done)
+    found = site.status("rates")["sweep"]
+    assert (found["complete"], found["trials"], found["metric"]) == (3, 3, "error")
+    best = {"trial": 1, "job": "rates-1", "value": 0.5, "parameters": {"lr": 0.01}}
+    assert found["best"] == best
+    site.client.delete(Job, "rates")
+    until(lambda: not site.scheduler.jobs(), "the sweep and its trials are deleted")
+
+
+@pytest.mark.exhaustive
+def test_a_deleted_sweep_ends_its_trials(site: Site) -> None:
+    sweep = {"list": [{"lr": 1}, {"lr": 2}]}
+    site.apply("rates", sweep=sweep, **trials(site, RUNS))
+    until(lambda: len(site.cluster.pods(site.namespace)) == 2, "2 trials run")
+    site.client.patch(Job, "rates", {"spec": {"suspend": True}}, patch_type=PatchType.MERGE)
+    site.await_phase("rates", Phase.SUSPENDED)
+    until(lambda: not site.cluster.pods(site.namespace), "the trials have released their slots")
+    site.client.patch(Job, "rates", {"spec": {"suspend": False}}, patch_type=PatchType.MERGE)
+    until(lambda: len(site.cluster.pods(site.namespace)) == 2, "2 trials run again")
+    site.client.delete(Job, "rates")
+    until(lambda: not site.scheduler.jobs(), "the sweep and its trials are deleted")
+    until(lambda: not site.cluster.pods(site.namespace), "their pods are gone")
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_submitted_over_rest_has_a_resource(site: Site) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "rates",
+            "script": site.script("rates", "exit 0"),
+            "image": IMAGE,
+            "args": ["{lr}"],
+            "sweep": {"grid": {"lr": [1, 2]}, "max_parallel": 1},
+        }
+    )
+    site.scheduler.submit(spec)
+    status = site.await_phase("rates", Phase.COMPLETE)
+    assert status["sweep"]["complete"] == 2
+    made = site.resource("rates")["spec"]["sweep"]
+    assert (made["grid"], made["maxParallel"]) == ({"lr": [1, 2]}, 1)
+    site.scheduler.control.delete("rates")
+    until(lambda: site.resource("rates") is None, "the resource is deleted")
+
+
+@pytest.mark.exhaustive
+def test_created_before_the_job_that_it_waits_for(site: Site) -> None:
+    """In whichever order resources come, as after one `kubectl apply` of several."""
+    site.apply("a-last", "exit 0", after=[{"job": "rates"}], maxReplicas=1)
+    status = site.await_phase("a-last", Phase.CREATED)
+    assert (status["reason"], "rates" in status["message"]) == ("WaitsForJobs", True)
+    goal = site.folder / "goal"
+    fields = trials(site, f"while [ ! -e {goal} ]; do sleep 0.05; done")
+    site.apply("rates", sweep={"list": [{"lr": 1}]}, **fields)
+    status = site.await_phase("a-last", Phase.QUEUED)
+    assert status["message"] == "The job waits for job rates to complete."
+    goal.touch()
+    site.await_phase("a-last", Phase.COMPLETE)
+    site.apply("never", "exit 0", after=[{"job": "rates", "when": "failed"}])
+    assert "can never start" in site.await_phase("never", Phase.FAILED)["message"]
+
+
+def test_resources_that_wait_in_a_circle_are_refused(site: Site) -> None:
+    site.apply("alpha", "exit 0", after=[{"job": "beta"}])
+    site.await_phase("alpha", Phase.CREATED)
+    site.apply("beta", "exit 0", after=[{"job": "alpha", "when": "ended"}])
+    for name in ("alpha", "beta"):
+        message = site.await_phase(name, Phase.FAILED)["message"]
+        assert "jobs that wait for each other in a circle never start" in message
 
 
 def test_submitted_over_rest(site: Site) -> None:

@@ -172,30 +172,38 @@ class SnapshotReader:
             now,
         )
 
-    def new_job(self, spec: JobSpec) -> SchedulableJob:
-        """Return a job as if it were submitted now; an earlier one of its name left its hints."""
-        store, now, asked = self._store, self._clock(), spec.model_dump(mode="json")
-        before = store.hint_text(spec.name)
-        believed = _believed(spec.name, before)
-        heir = HeirReader(store).read({spec.name: asked}).get(spec.name)
-        warm_start = _usable(heir, spec, believed)
-        told = believed or spec.hints or (warm_start.hints if warm_start else None)
+    def new_jobs(self, specs: Sequence[JobSpec]) -> list[SchedulableJob]:
+        """Return jobs as if they were submitted now; earlier ones of their names left hints."""
+        if not specs:
+            return []
+        store, now = self._store, self._clock()
+        heirs = HeirReader(store).read({spec.name: spec.model_dump(mode="json") for spec in specs})
         jobs = store.jobs(unfinished=True)
         hints = store.hint_texts()
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]
-        info = job_info(
-            spec,
-            told,
-            age=0.0,
-            created=now,
-            restart_seconds=self.restart_seconds,
-            teams=stored_teams(store),
-            history=self._lengths.read(),
-            has_trained=believed is not None,
-            relatives=declared_lengths(parsed).get(family_name(spec), ()),
-            nodes=present_nodes(store.nodes()),
+        lengths, teams, history = (
+            declared_lengths(parsed),
+            stored_teams(store),
+            self._lengths.read(),
         )
-        return SchedulableJob(spec.name, info, is_new=True, warm_start=warm_start)
+        nodes, found = present_nodes(store.nodes()), []
+        for spec in specs:
+            believed = _believed(spec.name, hints.get(spec.name) or store.hint_text(spec.name))
+            warm_start = _usable(heirs.get(spec.name), spec, believed)
+            info = job_info(
+                spec,
+                believed or spec.hints or (warm_start.hints if warm_start else None),
+                age=0.0,
+                created=now,
+                restart_seconds=self.restart_seconds,
+                teams=teams,
+                history=history,
+                has_trained=believed is not None,
+                relatives=lengths.get(family_name(spec), ()),
+                nodes=nodes,
+            )
+            found.append(SchedulableJob(spec.name, info, is_new=True, warm_start=warm_start))
+        return found
 
     def _note_doubt(self, job: str, doubt: str | None) -> None:
         if doubt is None:

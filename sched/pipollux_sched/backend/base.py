@@ -24,7 +24,7 @@ from pipollux_policies.jobs.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.spec.job import JobSpec, NodeSpec
-from pipollux_sched.store import JobRecord, StateDir
+from pipollux_sched.store import JobRecord, StateDir, SweepSummary
 
 from .result import ReplicaResult
 
@@ -81,6 +81,8 @@ class ReplicaProgram:
     memory_per_stage: int = 0
     memory_limit: int | None = None
     """Bytes of main memory that a replica may use; None: unlimited."""
+    sweep: str | None = None
+    """The sweep that the job is a trial of; None: it is none."""
 
     @property
     def scheduler_url(self) -> str:
@@ -325,7 +327,10 @@ class JobActions(Protocol):
         """Return a number that grows whenever a job has changed."""
 
     def jobs(self) -> Sequence[JobRecord]:
-        """Return all jobs."""
+        """Return all jobs, sweeps and trials included."""
+
+    def sweeps(self) -> Mapping[str, SweepSummary]:
+        """Return the progress of all sweeps, by name."""
 
     def steps(self) -> Mapping[str, int]:
         """Return the known optimizer steps of jobs so far."""

@@ -78,6 +78,7 @@ def apply(
     nodes = load_cluster(cluster)
     specs = [located(spec, jobs) for spec in load_jobs(jobs)]
     for spec in specs:
+        _check_no_sweep(spec, jobs)
         check_local(spec)
     directory = StateDir.choose(state_dir)
     done = _complete(directory)
@@ -98,6 +99,16 @@ def apply(
     )
     _print_jobs(directory, specs, output)
     _judge(left, found, interrupted=interrupted)
+
+
+def _check_no_sweep(spec: JobSpec, file: Path) -> None:
+    if spec.sweep is not None:
+        raise CommandError(
+            f"job '{spec.name}' is a sweep, whose trials start one after another, and apply gives "
+            "each job of a file one allocation; run it under a scheduler, with: pipollux serve, "
+            f"and then: pipollux submit {file}",
+            USAGE,
+        )
 
 
 def _print_jobs(directory: StateDir, specs: list[JobSpec], output: OutputFormat) -> None:

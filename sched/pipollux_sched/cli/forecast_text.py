@@ -37,14 +37,22 @@ def _coarse(seconds: float) -> str:
 
 
 def forecast_lines(found: ForecastView, now: float) -> list[tuple[str, str]]:
-    """Return a forecast as titles and texts.
+    """Return a forecast as titles and texts; without one, the reason.
 
     >>> end = EstimateView(low=60.0, median=90.0, high=None)
     >>> forecast_lines(ForecastView(made_at=0.0, start=None, end=end), 30.0)[1]
     ('Forecast made', '30s ago')
+    >>> never = EstimateView(low=None, median=None, high=None)
+    >>> why = "it waits for job a to fail, and forecasts assume that jobs succeed"
+    >>> forecast_lines(ForecastView(made_at=0.0, start=never, end=never, note=why), 30.0)[0][0]
+    'No forecast'
     """
+    if found.note and found.end.low is None:
+        return [("No forecast", found.note)]
     lines = [] if found.start is None else [("Starts", spell_estimate(found.start, now))]
     lines.append(("Ends", spell_estimate(found.end, now)))
+    if found.note:
+        lines.append(("Forecast note", found.note))
     return [*lines, ("Forecast made", f"{spell_age(now - found.made_at)} ago")]
 
 

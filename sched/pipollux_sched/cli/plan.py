@@ -131,6 +131,11 @@ def print_table(plan: Plan) -> None:
     slots = sum(node.slots for node in plan.nodes)
     each = ", ".join(f"{node.node} {node.used}/{node.slots}" for node in plan.nodes)
     console.print(Text(f"Slots used: {used} of {slots} ({each})."))
+    for sweep in plan.sweeps:
+        left = sweep.num_trials - sweep.num_planned
+        follow = f"; {left} more follow as these end" if left else ""
+        trials = f"{sweep.num_planned} of {count(sweep.num_trials, 'trial')} of {sweep.sweep}"
+        console.print(Text(f"The plan has {trials}{follow}."))
     if plan.desired_nodes != len(plan.nodes):
         advice = f"These jobs would use {plan.desired_nodes} such nodes"
         console.print(Text(f"{advice}; there are {len(plan.nodes)}."))

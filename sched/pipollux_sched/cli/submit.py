@@ -123,8 +123,15 @@ def _print_forecasts(found: Sequence[JobForecastView], output: OutputFormat) -> 
         print_data([job.to_dict() for job in found], output)
         return
     for job in found:
-        now = job.made_at
-        typer.echo(f"{job.job}: would start {_when(job.start, now)}, and end {_when(job.end, now)}")
+        typer.echo(f"{job.job}: {_foreseen(job)}")
+
+
+def _foreseen(job: JobForecastView) -> str:
+    now = job.made_at
+    if job.note and job.end.low is None:
+        return f"no forecast: {job.note}"
+    told = f"would start {_when(job.start, now)}, and end {_when(job.end, now)}"
+    return f"{told}; {job.note}" if job.note else told
 
 
 def _when(estimate: EstimateView | None, now: float) -> str:

@@ -94,6 +94,7 @@ def program(job: JobRecord, environment: Mapping[str, str]) -> ReplicaProgram:
         cpus_per_stage=spec.resources_per_stage.cpus,
         memory_per_stage=spec.resources_per_stage.memory,
         memory_limit=spec.memory_limit,
+        sweep=job.sweep,
     )
 
 

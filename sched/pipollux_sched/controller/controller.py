@@ -16,7 +16,7 @@ from pipollux_sched.lifecycle import Adopt, NotAdopted, Recover
 from pipollux_sched.notifications.notifier import Notifier
 from pipollux_sched.notifications.service import NotificationService
 from pipollux_sched.spec.job import JobSpec
-from pipollux_sched.store import JobRecord, StateDir, Store
+from pipollux_sched.store import JobRecord, StateDir, Store, SweepSummary
 from pipollux_sched.utils.vital_thread import VitalThreads
 
 from .admission import program
@@ -139,14 +139,26 @@ class StoredJobs:
 
     def __init__(self, store: Store, control: JobService) -> None:
         self._store, self._control = store, control
+        self._sweeps: dict[str, SweepSummary] = {}
 
     def version(self) -> int:
         """Return the version of the store."""
         return self._store.version
 
     def jobs(self) -> Sequence[JobRecord]:
-        """Return all jobs that are, or may become, processes."""
-        return [job for job in self._store.jobs() if not job.is_sweep]
+        """Return all jobs, sweeps and trials included."""
+        return self._store.jobs()
+
+    def sweeps(self) -> Mapping[str, SweepSummary]:
+        """Return the progress of all sweeps, by name."""
+        counts = self._store.sweeps.counts()
+        self._sweeps = {
+            job.name: self._store.sweeps.summary(
+                job, counts.get(job.name, {}), self._sweeps.get(job.name)
+            )
+            for job in self._store.sweeps.all()
+        }
+        return self._sweeps
 
     def steps(self) -> Mapping[str, int]:
         """Return the step of each job's last report."""

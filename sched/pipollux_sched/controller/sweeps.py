@@ -166,13 +166,9 @@ class SweepLoop:
         sweep = spec.sweep
         if sweep is None:
             return 0
-        most = sweep.max_parallel
-        if most is None:
-            nodes = self._store.nodes().values()
-            slots = sum(node.slots for node in nodes if node.condition is not NodeCondition.DEAD)
-            most = max(slots // (spec.num_stages * spec.min_replicas), 1)
-        if sweep.max_replicas is not None:
-            most = min(most, max(sweep.max_replicas // spec.min_replicas, 1))
+        nodes = self._store.nodes().values()
+        slots = sum(node.slots for node in nodes if node.condition is not NodeCondition.DEAD)
+        most = sweep.most_unfinished(slots, spec.num_stages, spec.min_replicas)
         return max(most - sum(t.state is TrialState.UNFINISHED for t in trials), 0)
 
     def _tell(self, sweep: JobRecord, spec: SweepSpec) -> None:

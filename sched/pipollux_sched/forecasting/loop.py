@@ -84,9 +84,10 @@ class ForecastLoop:
             self._recorded = self._store.forecasts.last_records()
         due = []
         for job in self._store.jobs(unfinished=True):
-            made_at = forecasts[job.name].made_at if job.name in forecasts else None
-            if made_at is None:
+            found = forecasts.get(job.name)
+            if found is None or (found.note and found.end["low"] is None):
                 continue
+            made_at = found.made_at
             last = self._recorded.get(job.name)
             if last is None or made_at - last >= max(last - job.submitted_at, _RECORDED_AFTER):
                 due.append(job.name)

@@ -33,20 +33,27 @@ class Forecaster:
         self._number = 0
 
     def make(self, new: Sequence[JobSpec] = (), seed: int = 0) -> dict[str, StoredForecast]:
-        """Return the forecasts of all jobs, as if `new` ones were submitted now.
+        """Return the forecasts of all jobs and sweeps, as if `new` ones were submitted now.
 
         Raises:
             NoForecastError: the policy of the scheduler cannot be simulated.
             SimulationError: the policy broke a rule in the simulation.
         """
         make_policy = serving_policy_maker(self._store)
-        state = self._present_reader().read(new)
+        reader = self._present_reader()
+        state = reader.read(new)
         effort = effort_for(len(state.jobs))
-        if new or len(state.jobs) <= _SEVERAL:
+        num_jobs = len(state.jobs) + sum(sweep.num_planned for sweep in state.sweeps)
+        if new or num_jobs <= _SEVERAL:
             found = forecast(state, make_policy, seed=seed, effort=effort)
         else:
             found = self._next_sample(state, make_policy, seed, effort)
-        return {name: stored(state.now, one) for name, one in found.items()}
+        made = {name: stored(state.now, one) for name, one in found.items()}
+        for name, note in reader.notes.items():
+            # With an unknown end, a note would be taken for its reason.
+            if name not in made or made[name].end["low"] is not None:
+                made[name] = made.get(name, _unknown(state.now))._replace(note=note)
+        return made
 
     def _next_sample(
         self, state: ForecastState, make_policy: Callable[[], Policy], seed: int, effort: Effort
@@ -59,7 +66,7 @@ class Forecaster:
             job.name: summarize(
                 job, [one[job.name] for one in self._samples if job.name in one], state
             )
-            for job in state.jobs
+            for job in state.jobs_and_sweeps
         }
 
     def _present_reader(self) -> StateReader:
@@ -90,6 +97,11 @@ def stored(made_at: float, found: JobForecast) -> StoredForecast:
     """Return a forecast in the form of the store, which has no infinite moments."""
     start = None if found.start is None else _moments(found.start)
     return StoredForecast(made_at, start, _moments(found.end), _moments(found.uncorrected_end))
+
+
+def _unknown(made_at: float) -> StoredForecast:
+    never: dict[str, float | None] = dict.fromkeys(Estimate._fields)
+    return StoredForecast(made_at, never, never, never)
 
 
 def _moments(estimate: Estimate) -> dict[str, float | None]:

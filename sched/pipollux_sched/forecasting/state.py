@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
@@ -15,9 +15,18 @@ from pipollux_sched.allocator.job_infos import hints_worth, job_info, linear_spe
 from pipollux_sched.allocator.learned_lengths import completed_job, family_name
 from pipollux_sched.allocator.snapshot import Snapshot, SnapshotReader
 from pipollux_sched.allocator.strategy import SchedulableJob
+from pipollux_sched.lifecycle import Dependency, When
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
-from pipollux_sched.store import CompletedRecord, Store
-from pipollux_simulator import Estimate, ForecastJob, ForecastState, JobKind, PastError
+from pipollux_sched.spec.sweep import SweepSpec
+from pipollux_sched.store import CompletedRecord, JobRecord, Store, TrialState
+from pipollux_simulator import (
+    Estimate,
+    ForecastJob,
+    ForecastState,
+    ForecastSweep,
+    JobKind,
+    PastError,
+)
 from pipollux_simulator.forecasting.errors import score
 
 ARRIVAL_SECONDS = 3600.0
@@ -26,8 +35,21 @@ MOST_KINDS = 100
 """Number of last jobs that future jobs may resemble."""
 MOST_ERRORS = 500
 """Number of last records that correct new forecasts."""
+PRUNING = "pruning is not foreseen; it may end the sweep earlier"
 SOON = 1.0
 """Seconds until a job trains that should have started by now."""
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Jobs and sweeps that are no candidates, as they wait for others or have no processes."""
+
+    specs: Mapping[str, JobSpec]
+    """In the order of submission."""
+    waits: Mapping[str, Sequence[Dependency]]
+    """Of those that wait."""
+    trials: Mapping[str, Sequence[str]]
+    """Names of the jobs of unfinished trials, by sweep."""
 
 
 class StateReader:
@@ -44,22 +66,40 @@ class StateReader:
         self._interval = interval
         self._snapshots = SnapshotReader(store, restart_seconds=restart_seconds, clock=time.time)
         self._completed: dict[tuple[str, float], JobKind | None] = {}
+        self.notes: Mapping[str, str] = {}
+        """By job: why there is no forecast in the last state, or what its forecast leaves out."""
 
     def read(self, new: Sequence[JobSpec] = ()) -> ForecastState:
-        """Return the current state, as if `new` jobs were submitted now; or raise `SpecError`."""
-        for spec in new:
-            _check_can_start(spec)
+        """Return the current state, as if `new` jobs were submitted now."""
         snapshot = self._snapshots.read()
         attempts = self._store.num_attempts(unfinished=True)
-        families = {job.name: _family(job.spec) for job in self._store.jobs(unfinished=True)}
+        records = self._store.jobs(unfinished=True)
+        families = {job.name: _family(job.spec) for job in records}
         families |= {spec.name: family_name(spec) for spec in new}
-        jobs = [*snapshot.candidates, *map(self._snapshots.new_job, new)]
+        later = _later(records, new)
+        names = {job.name for job in snapshot.candidates}
+        names |= {spec.name for spec in new} | later.specs.keys()
+        without = _without_forecast(later.waits, names)
+        specs = [spec for name, spec in later.specs.items() if name not in without]
+        held = [spec for spec in specs if spec.sweep is None]
+        starting = [spec for spec in new if spec.name not in later.specs]
+        jobs = [*snapshot.candidates, *self._snapshots.new_jobs([*starting, *held])]
+        waits = {n: tuple(entry.job for entry in entries) for n, entries in later.waits.items()}
+        sweeps = [spec for spec in specs if spec.sweep is not None]
+        self.notes = without | {
+            spec.name: PRUNING for spec in sweeps if spec.sweep and spec.sweep.pruner != "none"
+        }
         return ForecastState(
             now=snapshot.time,
             nodes=snapshot.nodes,
             jobs=tuple(
-                self._job(job, snapshot, attempts.get(job.name, 0), families) for job in jobs
+                replace(
+                    self._job(job, snapshot, attempts.get(job.name, 0), families),
+                    after=waits.get(job.name, ()),
+                )
+                for job in jobs
             ),
+            sweeps=tuple(self._sweeps(sweeps, later, waits, snapshot, attempts)),
             kinds=tuple(self._kinds(snapshot)),
             num_arrivals=self._num_arrivals(snapshot),
             arrival_seconds=ARRIVAL_SECONDS,
@@ -91,6 +131,35 @@ class StateReader:
             inherits=job.warm_start is not None,
             family=families.get(job.name, ""),
         )
+
+    def _sweeps(
+        self,
+        specs: Sequence[JobSpec],
+        later: _Later,
+        waits: Mapping[str, tuple[str, ...]],
+        snapshot: Snapshot,
+        attempts: Mapping[str, int],
+    ) -> Iterator[ForecastSweep]:
+        """Yield the sweeps; their trials to come are all as the last one."""
+        slots = sum(node.resources["slots"] for node in snapshot.nodes.values())
+        counts = self._store.sweeps.counts() if specs else {}
+        candidates = {job.name for job in snapshot.candidates}
+        trials = [_a_trial(spec, slots) for spec in specs]
+        for spec, trial, job in zip(specs, trials, self._snapshots.new_jobs(trials), strict=True):
+            assert spec.sweep is not None  # noqa: S101  # by the caller
+            states = counts.get(spec.name, {}) if spec.name in later.trials else {}
+            begun = [name for name in later.trials.get(spec.name, ()) if name in candidates]
+            num_ended = sum(number for state, number in states.items() if state.ended)
+            num_jobs = num_ended + states.get(TrialState.UNFINISHED, 0)
+            yield ForecastSweep(
+                name=spec.name,
+                trial=self._job(job, snapshot, 0, {trial.name: family_name(trial)}),
+                num_planned=max(spec.sweep.num_trials - num_jobs, 0),
+                most_unfinished=_most_unfinished(spec, spec.sweep, slots),
+                trials=tuple(begun),
+                after=waits.get(spec.name, ()),
+                is_new=not num_ended and not any(attempts.get(name) for name in begun),
+            )
 
     def _starts_in(self, job: SchedulableJob, now: float) -> float:
         """Return the seconds until a starting job trains: a restart, less what has passed of it."""
@@ -129,17 +198,61 @@ class StateReader:
         return kinds[-MOST_KINDS:]
 
 
-def _check_can_start(spec: JobSpec) -> None:
-    """Raise `SpecError` for what a forecast of a single job that starts now would not describe."""
-    if spec.sweep is not None:
-        raise SpecError(
-            f"job '{spec.name}': sweep: a forecast is of a single job; leave the sweep out"
-        )
-    if spec.after:
-        raise SpecError(
-            f"job '{spec.name}': after: a forecast is of a job that can start at once; leave the "
-            "dependencies out"
-        )
+def _later(records: Sequence[JobRecord], new: Sequence[JobSpec]) -> _Later:
+    """Return what is no candidate yet; jobs that their users suspended have no forecast."""
+    specs: dict[str, JobSpec] = {}
+    waits: dict[str, Sequence[Dependency]] = {}
+    trials: dict[str, list[str]] = {}
+    for job in records:
+        if job.trial is not None:
+            trials.setdefault(job.sweep or "", []).append(job.name)
+        elif (job.is_sweep or job.state.waits_for) and not job.state.suspended:
+            specs[job.name], waits[job.name] = parse_job(job.spec), job.state.waits_for
+            if job.is_sweep:
+                trials.setdefault(job.name, [])
+    unended = {job.name for job in records} | {spec.name for spec in new}
+    for spec in new:
+        # That the others have ended as they must was checked before.
+        left = [Dependency(entry.job, When(entry.when)) for entry in spec.after]
+        left = [entry for entry in left if entry.job in unended]
+        if left or spec.sweep is not None:
+            specs[spec.name], waits[spec.name] = spec, left
+    return _Later(specs, waits, trials)
+
+
+def _without_forecast(
+    waits: Mapping[str, Sequence[Dependency]], known: Collection[str]
+) -> dict[str, str]:
+    """Return why there is no forecast of some jobs that wait for others."""
+    found: dict[str, str] = {}
+    size = -1
+    while len(found) > size:
+        size = len(found)
+        for name, entries in waits.items():
+            for entry in entries:
+                if name in found:
+                    break
+                if entry.when is When.FAILED:
+                    found[name] = f"it waits for {entry}, and forecasts assume that jobs succeed"
+                elif entry.job not in known or entry.job in found:
+                    found[name] = f"it waits for {entry}, which has no forecast"
+    return found
+
+
+def _most_unfinished(spec: JobSpec, sweep: SweepSpec, slots: int) -> int:
+    return sweep.most_unfinished(slots, spec.num_stages, spec.min_replicas)
+
+
+def _a_trial(spec: JobSpec, slots: int) -> JobSpec:
+    """Return the last trial of a sweep, with its share of the sweep's replicas."""
+    sweep = spec.sweep
+    assert sweep is not None  # noqa: S101  # by the caller
+    trial = spec.of_trial(sweep.num_trials - 1, dict.fromkeys(sweep.names, ""))
+    if sweep.max_replicas is None:
+        return trial
+    share = sweep.max_replicas // _most_unfinished(spec, sweep, slots)
+    most = max(min(spec.max_replicas, share), spec.min_replicas)
+    return trial.model_copy(update={"max_replicas": most, "requested_replicas": None})
 
 
 def _estimate(stored: Mapping[str, float | None]) -> Estimate:

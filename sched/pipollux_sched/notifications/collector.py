@@ -18,7 +18,8 @@ from .rules import Rules, kind_of, owner_of
 _RESETS = ("submitted", "rerun", "suspended", "resumed")
 """Events after which an earlier forecast of a job says nothing any more."""
 _TYPES = (
-    *("complete", "failed", "allocated", "stopping", "restarting", "waiting", "forecast_missed"),
+    *("complete", "failed", "cancelled", "allocated", "stopping", "restarting"),
+    *("waiting", "forecast_missed"),
     *_RESETS,
 )
 _BATCH = 500
@@ -197,8 +198,7 @@ class Collector:
         return found
 
     def _started_at(self, job: str, promise: StoredForecast) -> float | None:
-        moments = [entry.created_at for entry in self._store.attempts(job)]
-        return min((one for one in moments if one >= promise.made_at), default=None)
+        return self._store.sweeps.started_at(job, promise.made_at)
 
 
 def _of_teams(teams: TeamsSpec | None) -> bool:

@@ -35,7 +35,7 @@ def kind_of(event: Mapping[str, Any]) -> str | None:
     match event["type"]:
         case "complete":
             return "completed"
-        case "failed" | "waiting" | "forecast_missed":
+        case "failed" | "cancelled" | "waiting" | "forecast_missed":
             return str(event["type"])
         case "allocated":
             return None if event["nodes"] else "preempted"

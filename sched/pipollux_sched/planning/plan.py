@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice, repeat
 from typing import Any
 
 from pipollux_policies import (
@@ -27,6 +28,7 @@ from pipollux_sched.allocator.job_infos import (
 )
 from pipollux_sched.allocator.reasons import explain, misfit
 from pipollux_sched.errors import PipolluxError
+from pipollux_sched.lifecycle import Dependency, When
 from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
 
 PLAN_AGE = 3600.0
@@ -72,6 +74,15 @@ class NodeUse:
 
 
 @dataclass(frozen=True)
+class PlannedSweep:
+    """A sweep, whose first trials are planned as jobs; the next ones follow as these end."""
+
+    sweep: str
+    num_planned: int
+    num_trials: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The allocations of all jobs."""
 
@@ -79,6 +90,7 @@ class Plan:
     nodes: tuple[NodeUse, ...]
     desired_nodes: int
     """Number of nodes by the utility band (`policy.autoscale`), at most twice the present one."""
+    sweeps: tuple[PlannedSweep, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain lists and mappings, for JSON or YAML."""
@@ -86,6 +98,7 @@ class Plan:
             "assignments": [_plain(assignment) for assignment in self.assignments],
             "nodes": [asdict(node) for node in self.nodes],
             "desired_nodes": self.desired_nodes,
+            "sweeps": [asdict(sweep) for sweep in self.sweeps],
         }
 
 
@@ -100,14 +113,23 @@ def plan(
 ) -> Plan:
     """Decide on all jobs, from the specs alone; `policy` None: the default one, with this seed.
 
+    Of a sweep, the trials are planned that are submitted first.
+
     Raises:
         SpecError: a current allocation names an unknown node or exceeds a node.
         PlanError: a job could not run even on the empty cluster.
     """
-    sweep = next((job.name for job in jobs if job.sweep is not None), None)
-    if sweep is not None:
-        raise PlanError(f"job '{sweep}' is a sweep, whose trials have no plan; submit it instead")
     nodes = {node.name: node_info(node) for node in cluster.placed_nodes}
+    slots = sum(node.slots for node in cluster.placed_nodes)
+    waits = {job.name: _waits(job) for job in jobs}
+    sweeps = []
+    given, jobs = jobs, []
+    for job in given:
+        trials = list(_first_trials(job, slots))
+        if job.sweep is not None:
+            sweeps.append(PlannedSweep(job.name, len(trials), job.sweep.num_trials))
+        waits |= {trial.name: waits[job.name] for trial in trials}
+        jobs += trials
     infos = {
         job.name: job_info(job, job.hints, age=PLAN_AGE, created=float(number), nodes=nodes)
         for number, job in enumerate(jobs)
@@ -127,15 +149,41 @@ def plan(
     free = free_resources(nodes, infos, allocations)
     return Plan(
         assignments=tuple(
-            _assignment(job, infos[job.name], allocations.get(job.name, ()), nodes, free)
+            _assignment(
+                job, infos[job.name], allocations.get(job.name, ()), nodes, free, waits[job.name]
+            )
             for job in jobs
         ),
+        sweeps=tuple(sweeps),
         nodes=tuple(
             NodeUse(node.name, node.slots, node.slots - free[node.name]["slots"])
             for node in cluster.placed_nodes
         ),
         desired_nodes=_advised_nodes(policy, infos, nodes, allocations),
     )
+
+
+def _first_trials(job: JobSpec, slots: int) -> Iterator[JobSpec]:
+    """Yield the trials of a sweep that are submitted first; other jobs as they are."""
+    sweep = job.sweep
+    if sweep is None:
+        yield job
+        return
+    # A search proposes the values later; a plan does not depend on them.
+    unknown = repeat(dict.fromkeys(sweep.names, ""), sweep.num_trials)
+    parameters = unknown if sweep.search else sweep.fixed_trials()
+    most = sweep.most_unfinished(slots, job.num_stages, job.min_replicas)
+    number = min(most, sweep.num_trials)
+    changes: dict[str, Any] = {}
+    if sweep.max_replicas is not None:
+        share = max(min(job.max_replicas, sweep.max_replicas // number), job.min_replicas)
+        changes = {"max_replicas": share, "requested_replicas": None}
+    for index, values in enumerate(islice(parameters, number)):
+        yield job.of_trial(index, values).model_copy(update=changes)
+
+
+def _waits(job: JobSpec) -> str:
+    return " and for ".join(str(Dependency(one.job, When(one.when))) for one in job.after)
 
 
 def _advised_nodes(
@@ -156,10 +204,12 @@ def _assignment(
     allocation: Sequence[str],
     nodes: Mapping[str, NodeInfo],
     free: Mapping[str, Mapping[str, int]],
+    waits: str,
 ) -> PlannedJob:
     shape = shape_of(info, allocation, nodes)
     given = Allocation(allocation, shape, network_level(allocation, nodes))
     config = given.configuration
+    why = explain(info, job.allocation, allocation, nodes, free)
     return PlannedJob(
         job=job.name,
         num_stages=given.num_stages or job.num_stages,
@@ -172,7 +222,7 @@ def _assignment(
         batch_size=config.batch_size if config else None,
         speedup=config.speedup if config else None,
         goodput=config.goodput if config else None,
-        why=explain(info, job.allocation, allocation, nodes, free),
+        why=f"waits for {waits}; then: {why}" if waits else why,
         allocation=given,
     )
 

@@ -20,7 +20,7 @@ from pipollux_utils.validation import problem_at
 
 from .names import Name, UserName
 
-NotifyEvent = Literal["completed", "failed", "waiting", "preempted", "forecast_missed"]
+NotifyEvent = Literal["completed", "failed", "cancelled", "waiting", "preempted", "forecast_missed"]
 NOTIFY_EVENTS: tuple[NotifyEvent, ...] = get_args(NotifyEvent)
 DEFAULT_EVENTS: tuple[NotifyEvent, ...] = ("completed", "failed")
 DEFAULT_WAITING = 3600.0

@@ -232,6 +232,21 @@ class SweepSpec(_Part):
             for values in product(*self.grid.values()):
                 yield dict(zip(self.grid, values, strict=True))
 
+    def most_unfinished(self, slots: int, slots_per_replica: int, min_replicas: int) -> int:
+        """Return how many trials may be unfinished at the same time.
+
+        Args:
+            slots: of the cluster.
+            slots_per_replica: of a trial.
+            min_replicas: smallest number of replicas of a trial.
+        """
+        most = self.max_parallel
+        if most is None:
+            most = max(slots // (slots_per_replica * min_replicas), 1)
+        if self.max_replicas is not None:
+            most = min(most, max(self.max_replicas // min_replicas, 1))
+        return most
+
     def better(self, value: float, other: float) -> bool:
         """Return whether a value of the metric is better than another one."""
         return value < other if self.direction == "minimize" else value > other

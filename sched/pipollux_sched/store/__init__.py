@@ -35,7 +35,7 @@ from .reports import MetricValue, ReceivedHints, ReceivedReport
 from .state_dir import ServerInfo, StateDir
 from .store import Store
 from .submissions import Submission
-from .sweeps import Curve, TrialRecord, TrialState
+from .sweeps import Curve, SweepSummary, TrialRecord, TrialState
 
 __all__ = [
     "AttemptCounts",
@@ -82,6 +82,7 @@ __all__ = [
     "StoreUnavailableError",
     "StoredForecast",
     "Submission",
+    "SweepSummary",
     "TeamFullError",
     "Timeline",
     "TrialRecord",

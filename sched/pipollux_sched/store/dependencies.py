@@ -29,13 +29,16 @@ def waits_of(
     waits = []
     for entry in wanted:
         row = found.get(entry.job)
+        if entry.job in submitted:
+            waits.append(entry)
+            continue
         if row is None:
             raise DependencyError(
                 f"job '{job}' waits for '{entry.job}', and there is no job of this name; submit "
                 "that one first, or both together"
             )
         phase = Phase(row.phase)
-        if entry.job in submitted or not phase.ended:
+        if not phase.ended:
             waits.append(entry)
         elif not entry.met_by(phase):
             raise DependencyError(

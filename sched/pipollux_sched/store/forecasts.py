@@ -29,6 +29,8 @@ class StoredForecast(NamedTuple):
     end: Mapping[str, float | None]
     uncorrected_end: Mapping[str, float | None]
     """The same, without the correction by past errors."""
+    note: str | None = None
+    """What it leaves out, or why nothing is known."""
 
 
 class PastForecast(NamedTuple):

@@ -21,6 +21,7 @@ from . import nodes as node_rows
 from .attempts import moving_average
 from .database import Database
 from .deletion import Deletions
+from .dependencies import waits_of
 from .devices import DeviceRecords
 from .errors import StoreError
 from .families import Families
@@ -147,6 +148,8 @@ class Store:
         """Raise the error with which `submit_all` would refuse jobs; store nothing."""
         with self._database.read() as session:
             check_free(session, specs)
+            for name, spec in specs.items():
+                waits_of(session, name, spec, specs)
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[Change]:
         """Add jobs as in `submit`: all of them or, if one is refused, none."""

@@ -22,7 +22,7 @@ from .attempts import ENDED
 from .database import Database
 from .errors import JobExistsError
 from .records import JobRecord, job_record
-from .tables import JobRow, MetricRow, PointRow, TrialRow
+from .tables import AttemptRow, JobRow, MetricRow, PointRow, TrialRow
 
 _MOST_NAMES = 500
 """Names per query: databases limit the values of one."""
@@ -63,6 +63,29 @@ class TrialRecord:
     def job(self) -> str:
         """The name of its job."""
         return trial_name(self.sweep, self.number)
+
+
+@dataclass(frozen=True)
+class SweepSummary:
+    """The progress of a sweep."""
+
+    submitted_at: float
+    metric: str
+    num_trials: int
+    counts: Mapping[TrialState, int]
+    """Trials in each state; those that a search has not proposed yet are missing."""
+    best: TrialRecord | None
+    """The complete trial with the best value of the metric."""
+
+    @property
+    def num_ended(self) -> int:
+        """Number of trials that have ended."""
+        return sum(number for state, number in self.counts.items() if state.ended)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of trials that have no job yet."""
+        return self.num_trials - self.num_ended - self.counts.get(TrialState.UNFINISHED, 0)
 
 
 Curve = Mapping[int, float | None]
@@ -116,6 +139,20 @@ class Sweeps:
             row = session.scalar(query.order_by(order, TrialRow.number).limit(1))
             return None if row is None else _record(row)
 
+    def summary(
+        self,
+        sweep: JobRecord,
+        counts: Mapping[TrialState, int],
+        before: SweepSummary | None = None,
+    ) -> SweepSummary:
+        """Return the progress of a sweep, given its counts; of an unchanged sweep, `before`."""
+        same = before is not None and before.submitted_at == sweep.submitted_at
+        if before is not None and same and before.counts == counts:
+            return before
+        spec = SweepSpec.model_validate(sweep.spec["sweep"])
+        best = self.best(sweep.name, spec)
+        return SweepSummary(sweep.submitted_at, spec.metric, spec.num_trials, counts, best)
+
     def propose(self, sweep: str, first: int, proposals: Sequence[Mapping[str, Any]]) -> None:
         """Add trials of a search, from a number on."""
         with self._database.write() as session:
@@ -135,6 +172,13 @@ class Sweeps:
             unfinished = {row.name for row in rows if row.phase not in ENDED}
             found = curves_of(session, list(jobs), metric, unfinished)
         return {jobs[name]: curve for name, curve in found.items()}
+
+    def started_at(self, job: str, since: float) -> float | None:
+        """Return when a job, or a trial of a sweep, first held slots since a time; None: never."""
+        mine = or_(JobRow.name == job, JobRow.sweep == job)
+        query = select(func.min(AttemptRow.created_at)).where(AttemptRow.created_at >= since)
+        with self._database.read() as session:
+            return session.scalar(query.join(JobRow, JobRow.name == AttemptRow.job).where(mine))
 
     def unfinished(self, sweep: str) -> list[JobRecord]:
         """Return the jobs of trials that have not ended."""

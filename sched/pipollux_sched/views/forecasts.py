@@ -29,7 +29,8 @@ def forecast_view(found: StoredForecast | None, *, started: bool) -> ForecastVie
     if found is None:
         return None
     start = None if started or found.start is None else EstimateView(**found.start)
-    return ForecastView(made_at=found.made_at, start=start, end=EstimateView(**found.end))
+    end = EstimateView(**found.end)
+    return ForecastView(made_at=found.made_at, start=start, end=end, note=found.note)
 
 
 def current_forecast(

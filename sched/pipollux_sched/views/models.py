@@ -182,11 +182,15 @@ class EstimateView(View):
 
 
 class ForecastView(View):
-    """When a job starts (null: it has) and ends, by the forecast of `made_at`."""
+    """When a job starts (null: it has) and ends, by the forecast of `made_at`.
+
+    `note`: what it leaves out, or why nothing is known.
+    """
 
     made_at: float
     start: EstimateView | None
     end: EstimateView
+    note: str | None = None
 
 
 class JobForecastView(ForecastView):

@@ -17,11 +17,11 @@ import numpy as np
 
 from pipollux_policies import JobInfo
 
-from .state import ForecastJob, ForecastState, JobKind
+from .state import ForecastJob, ForecastState, ForecastSweep, JobKind
 
 MOST_ARRIVALS = 200
 """Most future jobs of a sample."""
-_LENGTH, _KIND, _ARRIVALS = 0, 2, 3
+_LENGTH, _KIND, _ARRIVALS, _PLANNED = 0, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,26 @@ class Draws:
         self._samples = samples
         self._kinds = [kind for kind in state.kinds if kind.work]
         self._own = {job.name: self._strata(job.name) for job in state.jobs}
+        self._planned = {sweep.name: self._strata_of_planned(sweep) for sweep in state.sweeps}
 
     def jobs(self, sample: int) -> list[SampledJob]:
         """Return the unfinished jobs of a sample."""
         return [self._job(job, sample) for job in self._state.jobs]
+
+    def planned(self, sample: int) -> dict[str, list[SampledJob]]:
+        """Return the trials to come in a sample, by sweep."""
+        found: dict[str, list[SampledJob]] = {}
+        for sweep in self._state.sweeps:
+            places = self._planned[sweep.name]
+            found[sweep.name] = [
+                self._sampled(
+                    replace(sweep.trial, name=f"{sweep.name} trial {number}"),
+                    float(places[_LENGTH][number, sample]),
+                    float(places[_KIND][number, sample]),
+                )
+                for number in range(sweep.num_planned)
+            ]
+        return found
 
     def arrivals(self, sample: int, until: float) -> list[SampledJob]:
         """Return the jobs of a sample that arrive later, up to a time.
@@ -92,8 +108,28 @@ class Draws:
             found[purpose] = places.tolist()
         return found
 
+    def _strata_of_planned(self, sweep: ForecastSweep) -> dict[int, np.ndarray]:
+        """Return the draws of all trials to come, as rows.
+
+        They are alike as long as nothing is known about the lengths of any: it is the length of the
+        script that is not known then, which all trials run.
+        """
+        shape, known = (sweep.num_planned, self._samples), sweep.trial.info.likely_work
+        found = {}
+        for purpose in (_LENGTH, _KIND):
+            if not known or purpose == _KIND:
+                found[purpose] = np.tile(self._strata(sweep.name)[purpose], (sweep.num_planned, 1))
+                continue
+            rng = np.random.default_rng([self._seed, zlib.crc32(sweep.name.encode()), _PLANNED])
+            places = rng.random(shape).argsort(axis=1) + rng.random(shape)
+            found[purpose] = places / self._samples
+        return found
+
     def _job(self, job: ForecastJob, sample: int) -> SampledJob:
         length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
+        return self._sampled(job, length, which)
+
+    def _sampled(self, job: ForecastJob, length: float, which: float) -> SampledJob:
         kind = self._kinds[int(which * len(self._kinds))] if self._kinds else None
         info = job.info
         if info.likely_work:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ from pipollux_policies import Policy
 
 from .draws import Draws, quantile
 from .errors import ERROR, HIGH, LOW, Estimate, corrected
-from .sample import Effort, Times, run_sample
-from .state import ForecastJob, ForecastState
+from .sample import NEVER, Effort, Times, run_sample
+from .state import ForecastJob, ForecastState, ForecastSweep
 
 _ARRIVALS_FOR = 86400.0
 """Seconds ahead for which the recent rate of arrivals is assumed."""
@@ -19,7 +18,7 @@ _ARRIVALS_FOR = 86400.0
 
 @dataclass(frozen=True)
 class JobForecast:
-    """When a job starts and ends, by the clock of its state."""
+    """When a job or a sweep starts and ends, by the clock of its state."""
 
     start: Estimate | None
     """None: it has started."""
@@ -36,7 +35,10 @@ def forecast(
     effort: Effort | None = None,
     error: float = ERROR,
 ) -> dict[str, JobForecast]:
-    """Return the forecasts of all jobs of a state; deterministic.
+    """Return the forecasts of all jobs and sweeps of a state; deterministic.
+
+    A sweep starts with its first trial, and ends with its last one. Jobs end as those that wait for
+    them need: complete, for instance.
 
     Args:
         state: of the cluster.
@@ -59,7 +61,7 @@ def forecast(
     samples = sample_times(state, make_policy, seed=seed, effort=effort or Effort())
     return {
         job.name: summarize(job, [sample[job.name] for sample in samples], state, error)
-        for job in state.jobs
+        for job in state.jobs_and_sweeps
     }
 
 
@@ -71,26 +73,31 @@ def sample_times(
     effort: Effort,
     which: Sequence[int] | None = None,
 ) -> list[dict[str, Times]]:
-    """Return the start and end of every job in each sample, with exact models: see `forecast`.
+    """Return the start and end of all jobs and sweeps in each sample: see `forecast`.
 
     `which`: numbers of the samples, from 0; None: all.
     """
     numbers = range(effort.samples) if which is None else which
-    if not state.jobs or not state.nodes:
-        never = {job.name: Times(math.inf, math.inf) for job in state.jobs}
-        return [never for _ in numbers]
+    wanted = state.jobs_and_sweeps
+    if not wanted or not state.nodes:
+        return [{job.name: NEVER for job in wanted} for _ in numbers]
     draws = Draws(state, seed, effort.samples)
     until = state.now + min(effort.horizon, _ARRIVALS_FOR)
     return [
-        run_sample(state, make_policy(), draws.jobs(i), draws.arrivals(i, until), effort)
+        run_sample(
+            state, make_policy(), draws.jobs(i), draws.arrivals(i, until), effort, draws.planned(i)
+        )
         for i in numbers
     ]
 
 
 def summarize(
-    job: ForecastJob, times: Sequence[Times], state: ForecastState, error: float = ERROR
+    job: ForecastJob | ForecastSweep,
+    times: Sequence[Times],
+    state: ForecastState,
+    error: float = ERROR,
 ) -> JobForecast:
-    """Return the forecast of a job from its times in the samples."""
+    """Return the forecast of a job or sweep from its times in the samples."""
     now = state.now
     start = None
     if job.is_new:

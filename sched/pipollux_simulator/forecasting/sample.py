@@ -2,12 +2,15 @@
 
 The first decisions are made at every change, as in the scheduler. Later ones are made in steps that
 grow with the distance from now: what happens hours ahead is not known to the minute, and a sample
-then takes about as many decisions for a day as for an hour.
+then takes about as many decisions for a day as for an hour. Within such a step, a trial of a sweep
+hands its slots over to the next one: a sweep of many short trials would otherwise run only as many
+of them in a step as fit side by side.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ from pipollux_simulator.workload.arrivals import JobArrival
 from pipollux_simulator.workload.terms import JobTerms
 
 from .draws import SampledJob
+from .holding import Holding
 from .state import ForecastJob, ForecastState
 
 _MOMENT = 1e-6
@@ -37,6 +41,9 @@ class Times(NamedTuple):
 
     start: float
     end: float
+
+
+NEVER = Times(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ class SampledCluster(Cluster):
     effort: Effort = field(default_factory=Effort)
     sampled: Mapping[str, SampledJob] = field(default_factory=dict)
     state: ForecastState = field(default_factory=lambda: ForecastState(0.0, {}, ()))
+    holding: Holding = field(default_factory=lambda: Holding(ForecastState(0.0, {}, ()), {}))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,21 +169,29 @@ class SampledCluster(Cluster):
         """Integral of the number of unfinished jobs since the start of the sample."""
         self._num_changes = 0
         """Number of decisions at a change so far."""
+        self._released: list[str] = []
+        """Jobs that waited for others, and arrive with the next decision."""
 
     def run_until_done(self, wanted: Collection[str], until: float) -> None:
         """Simulate until some jobs are done, or until a time."""
         left, self._due = set(wanted), self.begin + self.state.decides_in
+        num_seen = 0
         if self._due <= self._now:
             self._round()
         while left and self._now < until and not self._is_settled():
             self._advance_to_round()
             self._due = self._now
             self._round()
-            left = {name for name in left if name in self._active}
+            left.difference_update(job.name for job in self._done[num_seen:])
+            num_seen = len(self._done)
 
     def _is_settled(self) -> bool:
         """Return whether nothing will end any more: only jobs of unknown length are left."""
-        if self._waiting or any(self.sampled[name].work < _ENDLESS for name in self._active):
+        if (
+            self._waiting
+            or self._released
+            or any(self.sampled[name].work < _ENDLESS for name in self._active)
+        ):
             return False
         longest = self.begin + _SETTLED_AFTER
         return self._now >= longest or all(job.nodes for job in self._active.values())
@@ -196,7 +212,64 @@ class SampledCluster(Cluster):
 
     def _train(self, until: float) -> None:
         self._area += (until - self._now) * len(self._active)
+        number = len(self._done)
         super()._train(until)
+        coarse = self._num_changes > self.effort.exact_changes
+        heirs = self._heirs() if coarse and self.state.sweeps else None
+        while number < len(self._done):  # which grows by the heirs that end, too
+            self._note_end(self._done[number], until, heirs)
+            number += 1
+        for queue in (heirs or {}).values():
+            self._released += [name for name in queue if name not in self._active]
+
+    def _note_end(
+        self, ended: SimulatedJob, until: float, heirs: dict[str, deque[str]] | None
+    ) -> None:
+        """Let jobs arrive that waited for a job; in a coarse step, hand its slots over."""
+        free, sweep = self.holding.end(ended.name), self.holding.sweep_of.get(ended.name)
+        if heirs is None or sweep is None:
+            self._released += free
+            return
+        for name in free:
+            own = self.holding.sweep_of.get(name) == sweep
+            (heirs.setdefault(sweep, deque()) if own else self._released).append(name)
+        queue = heirs.get(sweep)
+        if queue and ended.history:
+            self._hand_over(ended, queue.popleft(), until)
+
+    def _heirs(self) -> dict[str, deque[str]] | None:
+        """Return the trials that wait for slots, by sweep; None: other jobs wait for them, too."""
+        found: dict[str, deque[str]] = {}
+        for name, job in self._active.items():
+            if not job.nodes:
+                sweep = self.holding.sweep_of.get(name)
+                if sweep is None:
+                    return None
+                found.setdefault(sweep, deque()).append(name)
+        return found
+
+    def _hand_over(self, ended: SimulatedJob, name: str, until: float) -> None:
+        """Start a trial in the slots of one that has ended, at that time; train it until then."""
+        last, moment = ended.history[-1], ended.completed or self._now
+        job = self._active.pop(name, None)
+        if job is None:
+            row, app = _arrival(self.sampled[name], moment), self.applications[name]
+            job = self._job(row, app, app.new_model())
+        job.clock = moment
+        info = self.sampled[name].info
+        same = [shape for shape in info.all_shapes if shape.num_stages == last.num_stages]
+        nodes = last.nodes[: max(info.max_replicas, info.least_replicas)]
+        job.reallocate(moment, nodes, (same or info.all_shapes)[0], info)
+        job.advance(until, 1.0, self._all_nodes[nodes[0]].gpu_type)
+        if job.completed is None:
+            self._active[name] = job
+        else:
+            self._done.append(job)
+
+    def _arrive(self) -> None:
+        new = [_arrival(self.sampled[name], self._now) for name in self._released]
+        self._released, self._waiting = [], [*new, *self._waiting]
+        super()._arrive()
 
     def _mean_jobs(self) -> dict[str, float]:
         """Return averages over the jobs' lives, of which a part was before the sample."""
@@ -259,28 +332,57 @@ def run_sample(
     jobs: Sequence[SampledJob],
     arrivals: Sequence[SampledJob],
     effort: Effort,
+    planned: Mapping[str, Sequence[SampledJob]] | None = None,
 ) -> dict[str, Times]:
-    """Simulate one sample; return the times of the jobs of the state."""
-    sampled = {job.name: job for job in (*jobs, *arrivals)}
+    """Simulate one sample; return the times of the jobs and sweeps of the state.
+
+    `planned`: the trials to come, by sweep.
+    """
+    planned = planned or {sweep.name: () for sweep in state.sweeps}
+    to_come = [trial for trials in planned.values() for trial in trials]
+    sampled = {job.name: job for job in (*jobs, *to_come, *arrivals)}
     origin = min([state.now, *(job.arrives for job in jobs)])
     moved = [replace(job, arrives=job.arrives - origin) for job in jobs]
     begin = state.now - origin
     before = {job.name: job for job in state.jobs}
+    holding = Holding(state, {name: [t.name for t in trials] for name, trials in planned.items()})
+    begun = [_begun(j, before[j.name], state, begin) for j in moved if not before[j.name].after]
+    at_once = [_arrival(sampled[name], begin) for name in holding.begin()]
+    ends = _never(state)
+    if not (begun or at_once):  # all wait for jobs that never end
+        return ends
     cluster = SampledCluster(
-        workload=[_arrival(job, job.arrives - origin) for job in arrivals],
+        workload=[*at_once, *(_arrival(job, job.arrives - origin) for job in arrivals)],
         applications={job.name: SampledApplication(job) for job in sampled.values()},
         nodes=dict(state.nodes),
         policy=policy,
         options=Options(interval=state.interval, decides_at="changes"),
-        begun=[_begun(job, before[job.name], state, begin) for job in moved],
+        begun=begun,
         begin=begin,
         effort=effort,
         sampled=sampled,
         state=replace(state, notices={name: due - origin for name, due in state.notices.items()}),
+        holding=holding,
     )
-    cluster.run_until_done([job.name for job in jobs], begin + effort.horizon)
-    found = {job.name: job for job in cluster.known_jobs()}
-    return {job.name: _times(found[job.name], origin) for job in jobs}
+    wanted = [job.name for job in (*jobs, *to_come)]
+    cluster.run_until_done(wanted, begin + effort.horizon)
+    times = {job.name: _times(job, origin) for job in cluster.known_jobs()}
+    ends |= {name: found for name, found in times.items() if name in before}
+    for sweep in state.sweeps:
+        trials = [*sweep.trials, *(trial.name for trial in planned[sweep.name])]
+        ends[sweep.name] = _span([times.get(name, NEVER) for name in trials], state.now)
+    return ends
+
+
+def _never(state: ForecastState) -> dict[str, Times]:
+    return {entry.name: NEVER for entry in state.jobs_and_sweeps}
+
+
+def _span(trials: Sequence[Times], now: float) -> Times:
+    """Return when the first trial starts and the last one ends."""
+    if not trials:
+        return Times(now, now)
+    return Times(min(trial.start for trial in trials), max(trial.end for trial in trials))
 
 
 def _times(job: SimulatedJob, origin: float) -> Times:

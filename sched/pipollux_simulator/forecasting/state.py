@@ -38,6 +38,32 @@ class ForecastJob:
     """Whether it has inherited measurements, so that only the policy starts it (`new_jobs`)."""
     family: str = ""
     """Its forecasts are wrong as those of its family were."""
+    after: tuple[str, ...] = ()
+    """Jobs and sweeps that it waits for: it arrives when the last of them has ended."""
+
+
+@dataclass(frozen=True)
+class ForecastSweep:
+    """An unfinished sweep: some of its trials are jobs, and others are still to come."""
+
+    name: str
+    trial: ForecastJob
+    """A trial to come, as if it were submitted now."""
+    num_planned: int
+    """Number of trials to come."""
+    most_unfinished: int
+    """Largest number of trials that are jobs at the same time."""
+    trials: tuple[str, ...] = ()
+    """Its unfinished trials, which are jobs of the state."""
+    after: tuple[str, ...] = ()
+    """Jobs and sweeps that it waits for."""
+    is_new: bool = True
+    """Whether no trial has held slots yet."""
+
+    @property
+    def family(self) -> str:
+        """Its forecasts are wrong as those of its trials were."""
+        return self.trial.family
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,7 @@ class ForecastState:
     now: float
     nodes: Mapping[str, NodeInfo]
     jobs: tuple[ForecastJob, ...]
-    """All unfinished jobs that may run, in the order of submission."""
+    """All unfinished jobs that may run, or will, in the order of submission."""
     kinds: tuple[JobKind, ...] = ()
     """Recent jobs; future jobs resemble one of them."""
     num_arrivals: int = 0
@@ -75,9 +101,15 @@ class ForecastState:
     """Jobs with a notice to return slots, and when."""
     errors: tuple[PastError, ...] = ()
     """Errors of past forecasts."""
+    sweeps: tuple[ForecastSweep, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.interval > 0:
             raise ValueError(f"interval: {self.interval} must be above 0")
         if not self.arrival_seconds >= 0:
             raise ValueError(f"arrival_seconds: {self.arrival_seconds} must be at least 0")
+
+    @property
+    def jobs_and_sweeps(self) -> tuple[ForecastJob | ForecastSweep, ...]:
+        """All that there are forecasts of."""
+        return (*self.jobs, *self.sweeps)

@@ -10,6 +10,7 @@ import pytest
 
 from pipollux_sched.lifecycle import (
     Allocate,
+    Cancel,
     Exited,
     NodeLost,
     Outcome,
@@ -258,6 +259,38 @@ def test_a_sweep_notifies_once(outbox: Outbox, receiver: Receiver) -> None:
     assert receiver.texts == ["failed: No trial is complete."]
 
 
+def test_a_cancellation_is_sent_when_the_job_has_stopped(
+    outbox: Outbox, receiver: Receiver
+) -> None:
+    for name in ("queued", "runs", "default", "pruned"):
+        rule = hook(receiver) if name == "default" else hook(receiver, "cancelled")
+        outbox.submit(name, rule)
+    outbox.start("runs")
+    for name in ("queued", "runs", "default"):
+        outbox.store.transition(name, Cancel())
+    outbox.store.transition("pruned", Cancel(pruned="others are better"))
+    outbox.deliver()
+    assert [one.data["data"]["job"] for one in receiver.requests] == ["queued"]
+    outbox.store.transition("runs", Exited(1, Outcome.STOPPED, step=3))
+    outbox.deliver()
+    found = [(one.data["type"], one.data["data"]["job"]) for one in receiver.requests]
+    assert found == [("job.cancelled", "queued"), ("job.cancelled", "runs")]
+    assert receiver.texts == ["cancelled", "cancelled"]
+
+
+def test_a_cancelled_sweep_notifies_once(outbox: Outbox, receiver: Receiver) -> None:
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "loss"}
+    outbox.submit("rates", hook(receiver, "cancelled"), sweep=sweep, args=["{lr}"])
+    template = JobSpec.model_validate({"name": "rates-0", "script": "train.py"})
+    trial = TrialRecord("rates", 0, {"lr": 0.1})
+    entry = Submission("rates-0", template.model_dump(mode="json"), "token", 0, trial=trial)
+    outbox.store.submit_all([entry])
+    outbox.store.transition("rates", Cancel())
+    outbox.store.transition("rates-0", Cancel())
+    outbox.deliver()
+    assert [one.data["data"]["job"] for one in receiver.requests] == ["rates"]
+
+
 def test_waiting_too_long_by_each_rule(outbox: Outbox, receiver: Receiver, clock: Clock) -> None:
     rules = [hook(receiver, "waiting", waiting_after=limit) for limit in ("10m", "2h")]
     outbox.submit("toy", *rules)
@@ -315,6 +348,29 @@ def test_forecasts_that_are_missed(outbox: Outbox, receiver: Receiver, clock: Cl
     assert [name for name, _ in found] == ["early", "late", "late"]
     assert found[1][1].endswith("and it has not started")
     assert found[2][1].endswith("and it has not ended")
+
+
+def test_a_sweep_starts_with_its_first_trial(
+    outbox: Outbox, receiver: Receiver, clock: Clock
+) -> None:
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "loss"}
+    outbox.submit("rates", hook(receiver, "forecast_missed"), sweep=sweep, args=["{lr}"])
+    now = clock.now
+    start = {"low": now, "median": now + 10, "high": now + 50}
+    end = {"low": now + 100, "median": now + 100, "high": now + 200}
+    outbox.store.forecasts.keep({"rates": StoredForecast(now, start, end, end)}, ["rates"])
+    clock.now += 20
+    template = JobSpec.model_validate({"name": "rates-0", "script": "train.py"})
+    trial = TrialRecord("rates", 0, {"lr": 0.1})
+    entry = Submission("rates-0", template.model_dump(mode="json"), "token", 0, trial=trial)
+    outbox.store.submit_all([entry])
+    outbox.start("rates-0")
+    clock.now += 100
+    outbox.deliver()
+    assert receiver.texts == []
+    clock.now += 100
+    outbox.deliver()
+    assert [text.rpartition(", and ")[2] for text in receiver.texts] == ["it has not ended"]
 
 
 def test_deletion_waits_for_nothing_and_loses_nothing(outbox: Outbox, receiver: Receiver) -> None:

@@ -266,6 +266,25 @@ def test_a_plan_says_why_a_job_waits() -> None:
     assert rows[1].why == "waits: needs 4 slots free on one node, and n1, the freest, has 2 slots"
 
 
+def test_a_sweep_is_planned_by_its_first_trials() -> None:
+    """Those that the scheduler would submit: as many as fit, or as the sweep allows."""
+    grid = {"grid": {"lr": [0.1, 0.2, 0.3], "width": [1, 2]}}
+    rates = job("rates", num_stages=2, sweep=grid)
+    found = plan(cluster(4, 5), [rates, job("b")])
+    assert [one.job for one in found.assignments] == [*(f"rates-{n}" for n in range(4)), "b"]
+    assert all(one.num_stages == 2 for one in found.assignments[:4])
+    assert found.to_dict()["sweeps"] == [{"sweep": "rates", "num_planned": 4, "num_trials": 6}]
+    for limit in ({"max_parallel": 2}, {"max_replicas": 2}):
+        few = plan(cluster(4, 5), [job("rates", sweep={**grid, **limit})])
+        assert [one.job for one in few.assignments] == ["rates-0", "rates-1"]
+    search = {"search": {"lr": {"low": 1e-3, "high": 1.0}}, "trials": 2}
+    whole = plan(cluster(4, 5), [job("rates", sweep=search, args=["{lr}"], after=["b"]), job("b")])
+    first, second, b = whole.assignments
+    assert first.why.startswith("waits for job b to complete; then: ")
+    assert second.why.startswith("waits for job b to complete; then: ")
+    assert not b.why.startswith("waits")
+
+
 def test_what_is_left_and_what_fits() -> None:
     nodes = {"a": NodeInfo({"slots": 4, "cpus": 8}), "b": NodeInfo({"slots": 2})}
     jobs = {"x": JobInfo({"slots": 2, "cpus": 3}, linear_speedup, 0.0, 1, 4)}

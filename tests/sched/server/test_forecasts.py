@@ -82,7 +82,7 @@ def test_every_answer_about_a_job_has_its_forecast(service: Service) -> None:
             [name],
         )
     service.store.transition("done", Exited(1, Outcome.COMPLETE, step=9, epoch=0))
-    shown = {"made_at": now, "end": end}
+    shown = {"made_at": now, "end": end, "note": None}
     waits = {**shown, "start": estimate(now, now + 1, now + 2)}
     runs = {**shown, "start": None}  # it has started since
     get = lambda path: service.admin.get(path).json()  # noqa: E731  # short

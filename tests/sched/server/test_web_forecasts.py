@@ -19,7 +19,7 @@ def test_forecasts_and_how_they_turned_out(tab: Visit, service: Service) -> None
     later = {"low": now + 7500.0, "median": now + 9000.0, "high": None}
     forecasts = {
         "done": StoredForecast(now, soon, soon, soon),
-        "grown": StoredForecast(now, None, later, later),
+        "grown": StoredForecast(now, None, later, later, "pruning is not foreseen"),
     }
     store.forecasts.keep(forecasts, ["done"])
     store.transition("done", Allocate(["node-b"], "it is free"))
@@ -35,5 +35,7 @@ def test_forecasts_and_how_they_turned_out(tab: Visit, service: Service) -> None
     facts = page.locator(".facts")
     expect(facts).to_contain_text("Ends")
     expect(facts).to_contain_text("to later")
+    expect(facts).to_contain_text("pruning is not foreseen")
     expect(page.locator(".why-it")).to_contain_text("Forecast")
+    expect(page.locator(".why-it")).to_contain_text("; pruning is not foreseen.")
     tab.check()

@@ -21,6 +21,8 @@ from pydantic import BaseModel
 from pipollux_sched.spec.dependencies import Dependency
 from pipollux_sched.spec.job import ExitCodesSpec, JobSpec, ResourceSpec
 from pipollux_sched.spec.notify import NotifySpec
+from pipollux_sched.spec.sweep import SweepSpec
+from pipollux_sched.store import TrialState
 
 from . import names
 from .job_resource import camel_case
@@ -32,13 +34,20 @@ _HEADER = """\
 # Generated; write it anew after a change of the job file:
 #   python -m pipollux_sched.backend.kubernetes.definition > deploy/kubernetes/crd.yaml
 """
-_NOT_IN_RESOURCE = ("name", "allocation", "sweep")
+_NOT_IN_RESOURCE = ("name", "allocation")
 """Fields of a job file that a resource has otherwise, as its name or status, or not at all."""
 _EITHER = "x-kubernetes-int-or-string"
-_OPAQUE = ("hints",)
-"""Fields whose keys only the scheduler validates."""
+_ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_OPAQUE: Mapping[str, Schema] = {
+    "hints": _ANYTHING,
+    "grid": _ANYTHING,
+    "search": _ANYTHING,
+    "list": {"type": "array", "items": _ANYTHING},
+}
+"""Fields whose content only the scheduler validates."""
 _NESTED: Mapping[str, type[BaseModel]] = {
-    model.__name__: model for model in (ResourceSpec, Dependency, NotifySpec, ExitCodesSpec)
+    model.__name__: model
+    for model in (ResourceSpec, Dependency, NotifySpec, ExitCodesSpec, SweepSpec)
 }
 MUTABLE: Mapping[str, Schema] = {
     "suspend": {
@@ -63,6 +72,13 @@ _DESCRIPTIONS = {
     "user": "Whose job it is, as the creator of the resource says.",
     "environment": "Environment variables of the script; secrets belong into the template.",
     "working_dir": "Folder that the script runs in; left out: that of the image.",
+    "sweep": "Runs the script many times, each time with other parameters.",
+    "grid": "Values of each parameter, as lists by name; every combination is a trial.",
+    "list": "The parameters of each trial, as objects of values by name.",
+    "search": (
+        "Ranges by name, from which Optuna proposes parameters: low, high, log and step, or "
+        "choices. In quotes, a bound such as '1.0' makes a range of numbers, not of whole ones."
+    ),
     "checkpoint_dir": (
         "Folder that the job saves in, for itself alone, on a volume that all replicas share; left "
         "out: one on the scheduler's volume."
@@ -112,6 +128,7 @@ _COLUMNS = (
     ("Stages", "integer", ".status.numStages", 0),
     ("Attempt", "integer", ".status.attempt", 0),
     ("Step", "integer", ".status.step", 0),
+    ("Trials", "string", ".status.sweep.progress", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Team", "string", ".status.team", 1),
     ("Reason", "string", ".status.reason", 1),
@@ -207,9 +224,7 @@ def _properties(model: type[BaseModel], schema: Schema, known: Mapping[str, Sche
     for field, part in schema["properties"].items():
         if model is JobSpec and field in _NOT_IN_RESOURCE:
             continue
-        inner: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        if field not in _OPAQUE:
-            inner = _structural(part, known)
+        inner = _OPAQUE[field] if field in _OPAQUE else _structural(part, known)
         described = _DESCRIPTIONS.get(field) or _as_in_resource(docs.get(field, ""))
         if _EITHER in inner:
             described += f" A number, or {part['description']}."
@@ -286,6 +301,7 @@ def _status() -> Schema:
         "step": number | {"description": "Optimizer steps so far."},
         "team": text | {"description": "The team that the job counts to."},
         "nodes": {"type": "array", "items": text, "description": "Node of each replica."},
+        "sweep": _sweep_status(text, number),
         "observedGeneration": number,
         "scheduler": text | {"description": "The state directory that knows the job."},
         "conditions": {
@@ -296,6 +312,41 @@ def _status() -> Schema:
         },
     }
     return {"type": "object", "properties": properties}
+
+
+def _sweep_status(text: Schema, number: Schema) -> Schema:
+    best: Schema = {
+        "trial": number,
+        "job": text,
+        "value": {"type": "number"},
+        "parameters": _ANYTHING,
+    }
+    properties: Schema = {
+        "progress": text | {"description": "Trials that have ended, of all trials."},
+        "trials": number,
+        **{state.value: number | {"description": _TRIALS[state]} for state in TrialState},
+        "metric": text,
+        "best": {
+            "description": "The complete trial with the best value of the metric.",
+            "type": "object",
+            "properties": best,
+        },
+    }
+    return {
+        "description": "Progress and result of a sweep; other jobs have none.",
+        "type": "object",
+        "properties": properties,
+    }
+
+
+_TRIALS = {
+    TrialState.WAITING: "Trials that have no job yet.",
+    TrialState.UNFINISHED: "Trials that are queued or run.",
+    TrialState.COMPLETE: "Trials that are complete.",
+    TrialState.PRUNED: "Trials that were stopped, as others are better.",
+    TrialState.FAILED: "Trials that have failed.",
+    TrialState.CANCELLED: "Trials that were cancelled.",
+}
 
 
 if __name__ == "__main__":

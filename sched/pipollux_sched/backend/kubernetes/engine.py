@@ -162,7 +162,7 @@ class KubernetesEngine(Engine):
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Create the pod of a replica, after the objects that all pods of its attempt need."""
-        owner = self._owners(program.job)
+        owner = self._owners(program.sweep or program.job)
         check_template(program.job, owner.template, self._options)
         attempt = program.job, launch.attempt
         if attempt not in self._prepared:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
-from pipollux_sched.store import JobRecord
+from pipollux_sched.spec.sweep import SweepSpec
+from pipollux_sched.store import JobRecord, SweepSummary, TrialState
+from pipollux_utils.text import listing
 
 from .api import Object
 from .pod_state import main_container
@@ -24,11 +26,14 @@ TEMPLATE_REFUSED = "TemplateRefused"
 """Condition of a job whose template was changed to one that is not allowed."""
 CHANGE_IGNORED = "ChangeIgnored"
 """Condition of a job whose resource was changed to differ from the job."""
+WAITS_FOR_JOBS = "WaitsForJobs"
+"""Reason of the phase Created of a resource that waits for a job which is not there yet."""
 SUCCEEDING = "EarlierJobEnds"
 """Reason of the phase Created of a resource whose name is not free yet."""
 _CHANGED_ELSEWHERE = ("allocation", "team", "priority", "user", "notify")
 """Fields of a job that change by a move to another team, come from a token, or are kept apart."""
-_KEPT_AS_THEY_ARE = ("environment", "hints")
+_KEPT_AS_THEY_ARE = ("environment", "hints", "grid", "list", "search")
+_BOUNDS = ("low", "high", "step")
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def job_spec(resource: JobResource) -> JobSpec:
         for name, value in resource.spec.items()
         if name not in ("suspend", "template")
     }
+    if isinstance(fields.get("sweep"), Mapping):
+        fields["sweep"] = {**fields["sweep"], **_search_of_resource(fields["sweep"])}
     if "image" not in fields and (image := _image(resource.spec.get("template") or {})):
         fields["image"] = image
     return parse_job({"name": resource.name, **fields}, f"{resource.name}")
@@ -84,11 +91,51 @@ def job_spec(resource: JobResource) -> JobSpec:
 def resource_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec of the resource for a job that was submitted without one."""
     default = JobSpec(name="x", script="x").model_dump(mode="json")
-    return {
+    made = {
         camel_case(name): _renamed(name, value, camel_case)
         for name, value in spec.items()
-        if name not in ("name", "allocation") and value != default.get(name)
+        if name not in ("name", "allocation", "sweep") and value != default.get(name)
     }
+    if spec.get("sweep") is not None:
+        made["sweep"] = _sweep_of_job(spec["sweep"])
+    return made
+
+
+def _sweep_of_job(sweep: Mapping[str, Any]) -> dict[str, Any]:
+    spec = SweepSpec.model_validate(sweep).model_dump(mode="json", exclude_defaults=True)
+    made = {camel_case(name): value for name, value in spec.items()}
+    for bounds in made.get("search", {}).values():
+        # The API server writes 1.0 as 1, which would make a range of whole numbers.
+        bounds |= {
+            name: str(value)
+            for name, value in bounds.items()
+            if name in _BOUNDS and isinstance(value, float)
+        }
+    return made
+
+
+def _search_of_resource(sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ranges of a search with the bounds that are numbers in quotes as numbers."""
+    search = sweep.get("search")
+    if not isinstance(search, Mapping):
+        return {}
+    return {
+        "search": {
+            name: {key: _bound(key, value) for key, value in bounds.items()}
+            if isinstance(bounds, Mapping)
+            else bounds
+            for name, bounds in search.items()
+        }
+    }
+
+
+def _bound(key: str, value: Any) -> Any:
+    if key not in _BOUNDS or not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def job_status(
@@ -120,6 +167,35 @@ def job_status(
         **({} if step is None else {"step": step}),
         **({"team": team} if (team := job.spec.get("team")) else {}),
     }
+
+
+def sweep_status(summary: SweepSummary, trials: Sequence[JobRecord]) -> dict[str, Any]:
+    """Return the fields of the status of a sweep's resource that other jobs have otherwise.
+
+    Args:
+        summary: how far it has come.
+        trials: jobs of its unfinished trials.
+    """
+    nodes = [node for trial in trials for node in trial.state.running_on]
+    told: dict[str, Any] = {
+        "progress": f"{summary.num_ended}/{summary.num_trials}",
+        "trials": summary.num_trials,
+        TrialState.WAITING.value: summary.num_waiting,
+        **{
+            state.value: summary.counts.get(state, 0)
+            for state in TrialState
+            if state is not TrialState.WAITING
+        },
+        "metric": summary.metric,
+    }
+    if (best := summary.best) is not None:
+        told["best"] = {
+            "trial": best.number,
+            "job": best.job,
+            "value": best.value,
+            "parameters": dict(best.parameters),
+        }
+    return {"replicas": len(nodes), "nodes": nodes, "sweep": told}
 
 
 def refused_status(resource: JobResource, message: str, now: float) -> dict[str, Any]:
@@ -160,6 +236,14 @@ def waiting_status(resource: JobResource, now: float) -> dict[str, Any]:
     """Return the status of a resource that was created suspended: its job is not submitted yet."""
     message = "The job is submitted when spec.suspend is false."
     return _status(resource, Phase.SUSPENDED, "Suspended", message, now)
+
+
+def held_status(resource: JobResource, missing: Sequence[str], now: float) -> dict[str, Any]:
+    """Return the status of a resource that waits for jobs which are not there yet."""
+    names = listing(missing)
+    there = "is no job of this name" if len(missing) == 1 else "are no jobs of these names"
+    message = f"The job is submitted when it can wait for {names}: there {there} yet."
+    return _status(resource, Phase.CREATED, WAITS_FOR_JOBS, message, now)
 
 
 def succeeding_status(resource: JobResource, now: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ unavailable for a while: a job keeps the uid of its resource in a file of its fo
 
 * a resource without a job is submitted, or deleted if its job was known and was deleted;
 * a job without a resource is given one, or cancelled and deleted if it had one;
+* the trials of a sweep have none: its resource owns their pods, and shows their progress;
 * of `spec.suspend` and the job's own suspension, the one that changed last wins.
 """
 
@@ -17,18 +18,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, JobActions
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.spec.job import SpecError
-from pipollux_sched.store import JobRecord, StateDir
-from pipollux_sched.store.errors import ConflictError
+from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, spell_cycle
+from pipollux_sched.store import JobRecord, StateDir, SweepSummary
+from pipollux_sched.store.errors import ConflictError, DependencyError
 from pipollux_utils.atomic_write import write_aside
 
 from . import names
@@ -36,6 +37,7 @@ from .api import Api, Event, Job, JobStatus, Object
 from .informer import Informer
 from .job_resource import (
     JobResource,
+    held_status,
     ignored_change,
     job_spec,
     job_status,
@@ -44,6 +46,7 @@ from .job_resource import (
     resource_spec,
     rfc3339,
     succeeding_status,
+    sweep_status,
     waiting_status,
 )
 from .options import KubernetesOptions
@@ -60,10 +63,21 @@ SHARE = 0.1
 LONGEST_REST = 5.0
 MADE_BY = f"{names.GROUP}/made-by"
 """Annotation of a resource that was created for a job: the state directory that knows the job."""
-_Both: TypeAlias = tuple[JobResource, JobRecord, int | None]
 _WARNINGS = (Phase.FAILED, Phase.RESTARTING)
 _MESSAGE_LIMIT = 1000
 """Most characters of a message; the API server accepts 1024."""
+
+
+class _Sweep(NamedTuple):
+    """The progress of a sweep, and the jobs of its unfinished trials."""
+
+    summary: SweepSummary
+    trials: tuple[JobRecord, ...]
+
+
+_Progress: TypeAlias = int | _Sweep | None
+"""The step of a job, or how far a sweep has come."""
+_Both: TypeAlias = tuple[JobResource, JobRecord, _Progress]
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,9 @@ class ResourceController:
         """Pairs that were in step, by job: nothing to do until they change."""
         self._changed = threading.Event()
         self._actions: JobActions
+        self._jobs: Mapping[str, JobRecord] = {}
+        self._found: Mapping[str, JobResource] = {}
+        """The jobs and resources of the present pass, by name."""
         self._problems: dict[str, str] = {}
 
     def run(self, jobs: JobActions, ending: threading.Event) -> None:
@@ -116,15 +133,17 @@ class ResourceController:
         self._actions = actions
         try:
             resources = {found.name: found for found in self._resources.values()}
-            jobs = {job.name: job for job in actions.jobs()}
-            steps = actions.steps()
+            everything = actions.jobs()
+            jobs = {job.name: job for job in everything if job.trial is None}
+            progress: dict[str, _Progress] = {**actions.steps(), **_sweeps(actions, everything)}
         except ClusterUnavailableError as error:
             _LOG.debug("the resources cannot be read: %s", error)
             return False
         done = True
+        self._jobs, self._found = jobs, resources
         for name in sorted(resources.keys() | jobs.keys()):
             try:
-                self._bring_in_step(name, resources.get(name), jobs.get(name), steps.get(name))
+                self._bring_in_step(name, resources.get(name), jobs.get(name), progress.get(name))
             except ClusterUnavailableError as error:
                 _LOG.info("job %s and its resource are not in step yet: %s", name, error)
                 return False
@@ -146,11 +165,11 @@ class ResourceController:
         return found.owner
 
     def _bring_in_step(
-        self, name: str, resource: JobResource | None, job: JobRecord | None, step: int | None
+        self, name: str, resource: JobResource | None, job: JobRecord | None, progress: _Progress
     ) -> None:
         # For thousands of jobs, reading all links and composing all statuses takes too long.
         known = self._in_step.pop(name, None)
-        if known is not None and known == (resource, job, step):
+        if known is not None and known == (resource, job, progress):
             self._in_step[name] = known
             return
         link = self._link(name) if job is not None else None
@@ -161,17 +180,17 @@ class ResourceController:
             if link is None:
                 self._make_resource(job)
             else:
-                self._remove_job(job)
+                self._remove_job(job, progress)
         elif link is None:
             self._adopt(job, resource)
         elif link.uid != resource.uid or resource.deleted:
-            self._remove_job(job)
+            self._remove_job(job, progress)
             if not resource.deleted:  # it is submitted when the earlier job is gone
                 self._write_status(resource, succeeding_status(resource, time.time()))
         else:
             self._agree_on_suspension(job, resource, link)
-            if self._write_job_status(job, resource, step) and self._link(name) == link:
-                self._in_step[name] = resource, job, step
+            if self._write_job_status(job, resource, progress) and self._link(name) == link:
+                self._in_step[name] = resource, job, progress
 
     def _take_up(self, resource: JobResource) -> None:
         """Submit the job of a new resource, or delete the resource of a deleted job."""
@@ -187,13 +206,34 @@ class ResourceController:
         self._keep_link(resource.name, ResourceLink(resource.uid, False))
         try:
             check_template(resource.name, resource.owner.template, self._options)
-            self._actions.submit(job_spec(resource))
-        except (SpecError, ConflictError) as error:
+            spec = job_spec(resource)
+            self._check_cycle(spec)
+            self._actions.submit(spec)
+        except (SpecError, ConflictError, DependencyError) as error:
             self._drop_link(resource.name)
-            self._write_status(resource, refused_status(resource, str(error), time.time()))
+            status = refused_status(resource, str(error), time.time())
+            if isinstance(error, DependencyError):
+                missing = [entry.job for entry in spec.after if entry.job not in self._jobs]
+                status = held_status(resource, missing, time.time()) if missing else status
+            self._write_status(resource, status)
         except SchedulerError:
             self._drop_link(resource.name)
             raise
+
+    def _check_cycle(self, spec: JobSpec) -> None:
+        """Raise `SpecError` if a resource and others without a job wait in a circle."""
+        waiting, todo = {spec.name: spec}, [spec]
+        while todo:
+            for entry in todo.pop().after:
+                other = self._found.get(entry.job)
+                if other is None or entry.job in self._jobs or entry.job in waiting:
+                    continue
+                with suppress(SpecError):
+                    waiting[entry.job] = job_spec(other)
+                    todo.append(waiting[entry.job])
+        cycle = cycle_of(list(waiting.values()))
+        if cycle is not None and spec.name in cycle:
+            raise SpecError(f"job '{spec.name}': after: {spell_cycle(cycle)}")
 
     def _make_resource(self, job: JobRecord) -> None:
         spec = resource_spec(job.spec) | {"suspend": job.state.suspended}
@@ -217,7 +257,9 @@ class ResourceController:
         if resource.status.get("message") != message:
             self._write_status(resource, refused_status(resource, message, time.time()))
 
-    def _remove_job(self, job: JobRecord) -> None:
+    def _remove_job(self, job: JobRecord, progress: _Progress) -> None:
+        if isinstance(progress, _Sweep) and progress.trials and job.phase.ended:
+            return  # until its trials have saved and ended
         if job.phase.ended:
             self._actions.delete(job.name)
         elif job.state.intent is None or job.state.intent.value != "cancel":
@@ -237,8 +279,11 @@ class ResourceController:
             self._api.patch(Job, job.name, {"spec": {"suspend": job.state.suspended}})
             self._keep_link(job.name, ResourceLink(link.uid, job.state.suspended))
 
-    def _write_job_status(self, job: JobRecord, resource: JobResource, step: int | None) -> bool:
+    def _write_job_status(self, job: JobRecord, resource: JobResource, progress: _Progress) -> bool:
+        step = None if isinstance(progress, _Sweep) else progress
         wanted = job_status(job, resource, self._identity, step)
+        if isinstance(progress, _Sweep):
+            wanted |= sweep_status(progress.summary, progress.trials)
         if not job.phase.ended:
             self._note_template(resource, wanted)
             if resource.generation > 1:  # its spec was changed
@@ -303,6 +348,17 @@ def rest_after(seconds: float) -> float:
         (0.0, 1.3, 5.0)
     """
     return min(max(seconds * (1.0 / SHARE - 1.0) - PAUSE, 0.0), LONGEST_REST)
+
+
+def _sweeps(actions: JobActions, jobs: Sequence[JobRecord]) -> dict[str, _Progress]:
+    trials: dict[str, list[JobRecord]] = {}
+    for job in jobs:
+        if job.trial is not None and not job.phase.ended:
+            trials.setdefault(job.sweep or "", []).append(job)
+    return {
+        name: _Sweep(summary, tuple(trials.get(name, ())))
+        for name, summary in actions.sweeps().items()
+    }
 
 
 def _identity(state_dir: StateDir) -> str:

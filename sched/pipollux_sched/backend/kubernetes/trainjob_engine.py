@@ -58,7 +58,7 @@ class TrainJobEngine(KubernetesEngine):
         if self._trainjobs.find((self.namespace, name)) is not None:
             return
         check_even(launch)
-        owner = self._owners(program.job)
+        owner = self._owners(program.sweep or program.job)
         self._api.create(Secret, make_secret(program, owner, self._options))
         made = self._api.create(TrainJob, make_trainjob(program, launch, owner, self._options))
         if made is None:

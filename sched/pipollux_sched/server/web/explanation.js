@@ -15,9 +15,10 @@ export function explanation(why) {
   if (changes.length) parts.push(h("h3", {}, "Changes"), ...changes.map((words) => h("p", {}, words)));
   if (why.waits_for) parts.push(h("h3", {}, "Waits for"), h("p", {}, why.waits_for));
   if (why.forecast) {
-    const { start, end } = why.forecast;
+    const { start, end, note } = why.forecast;
     const starts = start ? `Starts ${between(start)}. ` : "";
-    parts.push(h("h3", {}, "Forecast"), h("p", {}, `${starts}Ends ${between(end)}.`));
+    const told = note && end.low === null ? `None: ${note}.` : `${starts}Ends ${between(end)}${note ? `; ${note}` : ""}.`;
+    parts.push(h("h3", {}, "Forecast"), h("p", {}, told));
   }
   if (why.more) parts.push(h("h3", {}, "Alternatives"), alternatives(why));
   if (why.limits.length) {

@@ -142,7 +142,7 @@ export class JobPage {
   #facts({ spec, forecast, devices }) {
     const starts = forecast?.start ? between(forecast.start) : null;
     const gpus = devices.map((one) => `${one.node}: ${deviceLine(one)}`).join("; ");
-    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" "), GPUs: gpus };
+    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, "Forecast note": forecast?.note, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" "), GPUs: gpus };
     const known = Object.entries(facts).filter(([, value]) => value);
     const text = JSON.stringify(known);
     if (this.facts.told === text) return;
