@@ -23,7 +23,8 @@ from pipollux_policies import NodeInfo
 from pipollux_policies.jobs.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord, StateDir
 
 from .result import ReplicaResult

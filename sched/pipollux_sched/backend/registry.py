@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.store import StateDir
 
 from .base import BackendError, Engine

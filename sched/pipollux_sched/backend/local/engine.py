@@ -33,7 +33,8 @@ from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, replicas_in
 from pipollux_sched.backend.result import ReplicaResult
 from pipollux_sched.backend.run_as import as_user_command, check_account
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from . import processes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pipollux_sched.backend.base import Node
 from pipollux_sched.backend.local.hardware import node_name
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 
 from .connection import RayNode, Snapshot
 

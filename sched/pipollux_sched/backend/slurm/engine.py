@@ -30,7 +30,8 @@ from pipollux_sched.backend.registry import EngineOptions
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.step_files import read_step_name, step_name
 from pipollux_sched.backend.run_as import as_user_command, check_account
-from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
 from .commands import SignalSender

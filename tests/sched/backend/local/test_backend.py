@@ -16,7 +16,7 @@ from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 from pipollux_sched.store import StateDir
 from tests.programs import free_port
 from tests.sched.backends import cpu_nodes, local_backend

@@ -17,7 +17,7 @@ from pipollux_sched.backend.local.gpus.foreign import LATE, RETURN_AFTER, Foreig
 from pipollux_sched.backend.local.gpus.probe_process import GpuProbe
 from pipollux_sched.backend.local.local_gpus import LocalGpus
 from pipollux_sched.backend.slots import SlotLedger
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.nvml import GIB, FakeNvml, gpu, mig, process, slice_uuid, uuid
 from tests.waiting import until
