@@ -275,7 +275,8 @@ class Node:
     spec: NodeSpec
     """The whole node, without any use."""
     taken: int = 0
-    """Slots that others than this scheduler use."""
+    """How many slots others use, where the cluster does not tell which: never one of those that a
+    replica of this scheduler holds, whoever has started it."""
     ready: bool = True
     """False: it is down, or does not answer; its replicas are lost."""
     draining: bool = False
@@ -283,7 +284,8 @@ class Node:
     reason: str = ""
     """Why it is not ready, or drains, in the cluster's words."""
     left_out: Mapping[int, str] = field(default_factory=dict)
-    """Slots on which nothing new must be started, and why."""
+    """Slots on which nothing new must be started, and why: their devices are broken, or the engine
+    knows that others use them."""
     kept: frozenset[int] = frozenset()
     """Those of them that a job holds, which may stay."""
 
@@ -410,7 +412,10 @@ class Engine(ABC):
         """Remove everything of a replica that has left its attempt and ended, except its log."""
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether the slots of an attempt to adopt still refer to its devices."""
+        """Return whether the slots of an attempt to adopt still refer to its devices.
+
+        How many slots of its nodes others use does not matter: it has its own.
+        """
         return True
 
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do

@@ -159,8 +159,10 @@ class LocalEngine(Engine):
     def holds(self, launch: Launch) -> bool:
         """Return whether the slots of an attempt still refer to the devices that it runs on."""
         nodes = self._gpus.nodes()
-        if not all(name in nodes for name in launch.nodes):
-            return False
+        for assignment in launch.assignments.values():
+            node = nodes.get(assignment.node)
+            if node is None or max(assignment.slots) >= node.spec.slots:
+                return False
         placement = AttemptFolder(self._state_dir, launch.job, launch.attempt).placement()
         # A replica that was not started yet, or has ended, may be missing.
         now = self._devices_of(launch)
