@@ -131,7 +131,7 @@ def _record(state_dir: StateDir, key: ReplicaKey, place: int) -> None:
     files.base.parent.mkdir(parents=True, exist_ok=True)
     own = os.getpid()
     node = f"node-{place // SLOTS:04d}"
-    ReplicaRecord(place // SLOTS, node, own, supervisor.birth(own)).write(files)
+    files.write_record(ReplicaRecord(place // SLOTS, node, own, supervisor.birth(own)))
 
 
 def show(what: str, call: Callable[[], object], calls: int = CALLS) -> None:

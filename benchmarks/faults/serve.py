@@ -20,7 +20,7 @@ time.time = _shown_time
 from pipollux_policies import make_policy  # after the change of the clock
 from pipollux_sched.cli.serving import run  # the same
 from pipollux_sched.scheduler import Scheduler  # the same
-from pipollux_sched.spec.job import load_cluster  # the same
+from pipollux_sched.spec.cluster import load_cluster  # the same
 
 scheduler = Scheduler(
     FOLDER / "state",

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from pipollux_protocol.reference import table
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.spec.dependencies import Dependency
-from pipollux_sched.spec.job import (
-    ClusterSpec,
-    ExitCodesSpec,
-    JobBatch,
-    JobSpec,
-    NodeSpec,
-    ResourceSpec,
-)
+from pipollux_sched.spec.job import ExitCodesSpec, JobBatch, JobSpec, ResourceSpec
 from pipollux_sched.spec.notify import NotifySpec
 from pipollux_sched.spec.sweep import SearchRange, SweepSpec
 from pipollux_sched.spec.teams import PrioritySpec, TeamSpec, TeamsSpec

@@ -3,7 +3,8 @@
     python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
     python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same on a node of a cluster
 
-With `--memory=BYTES` before these, it ends COMMAND with all its processes when they use more.
+With `--memory=BYTES` before these, it ends COMMAND with all its processes when they use more. With
+`--guard=PID` before all, another process stands between it and its parent PID: see `guard`.
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
 agent has this small parent, which forwards a stop signal to COMMAND, once, and writes to STATUS
@@ -27,6 +28,7 @@ must import only the standard library.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -66,6 +68,8 @@ SYNC_INTERVAL = 0.05
 """Seconds for which a step collects output before it writes it to the shared folder."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of a step that was stopped before it began."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's `prctl`."""
 MARK = "PIPOLLUX_STEP"
 """Environment variable that identifies the processes of a step; its value is BASE."""
 
@@ -91,6 +95,57 @@ def birth(pid: int) -> str | None:
 @lru_cache
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def start_recorded(base: Path, log: Path, shown: dict[str, str]) -> subprocess.Popen[bytes] | None:
+    """Start the supervisor of a step from its record BASE.json, with a `guard` below this process.
+
+    `shown` are the variables of its devices. None: it cannot be started, and LOG says why.
+    FileExistsError: it was started before.
+    """
+    record = json.loads(base.with_name(f"{base.name}.json").read_text(encoding="utf-8"))
+    with open(base.with_name(f"{base.name}.begun"), "xb", opener=private):
+        pass
+    python, isolated, bare, module, *words = record["command"]
+    with open(log, "ab", opener=private) as output:
+        try:
+            return subprocess.Popen(
+                [python, isolated, bare, module, f"--guard={os.getpid()}", *words],
+                env=record["environment"] | shown,
+                cwd=record["directory"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            output.write(f"{os.uname().nodename}: {error}\n".encode())
+    return None
+
+
+def guard(parent: int) -> None:
+    """Continue in a child, which gets SIGTERM when this process is killed; wait for it here.
+
+    This process ends with its own `parent`. What kills all children of an actor of Ray, even at
+    once, so stops COMMAND, which can still save.
+    """
+    _end_with(parent, signal.SIGKILL)
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _end_with(own, signal.SIGTERM)
+        return
+    signal.signal(signal.SIGCONT, lambda *_: os.kill(child, signal.SIGCONT))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with(parent: int, number: signal.Signals) -> None:
+    """Let the kernel send a signal to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:
+        os._exit(NO_STATUS)
 
 
 def write_status(path: Path, status: dict[str, Any]) -> None:
@@ -469,6 +524,20 @@ def step_processes(base: Path) -> list[int]:
     return found
 
 
+def end_step(base: Path, patience: float) -> int:
+    """Wait for the processes of a step without a supervisor, then kill them; count what remains.
+
+    They have `patience` seconds to save, less if their signal is to kill.
+    """
+    deadline = time.monotonic() + patience
+    while step_processes(base) and time.monotonic() < deadline:
+        if read_signal(base) in ("kill", "gone"):
+            break
+        time.sleep(0.2)
+    kill_step(base)
+    return len(step_processes(base))
+
+
 def kill_step(base: Path) -> None:
     """Kill all processes of this step except this one, until there are none."""
     deadline = time.monotonic() + LINGER
@@ -480,6 +549,8 @@ def kill_step(base: Path) -> None:
 
 if __name__ == "__main__":
     watch: MemoryWatch | None = None
+    if sys.argv[1].startswith("--guard="):
+        guard(int(sys.argv.pop(1).removeprefix("--guard=")))
     if sys.argv[1].startswith("--memory="):
         watch = MemoryWatch(int(sys.argv.pop(1).removeprefix("--memory=")))
     in_step = sys.argv[1] == "--step"

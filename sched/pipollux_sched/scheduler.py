@@ -49,7 +49,8 @@ from pipollux_sched.notifications.notifier import Notifier, NotifyOptions
 from pipollux_sched.planning.explain import explanation
 from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.spec.job import ClusterSpec, JobSpec
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store.event_feed import EventFeed, Listener
 from pipollux_sched.store.store import wait_until
 from pipollux_sched.utils.vital_thread import VitalThreads

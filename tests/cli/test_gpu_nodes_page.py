@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.backend.local.gpus import foreign, monitor, probe_process
-from pipollux_sched.spec.job import load_cluster, load_jobs
+from pipollux_sched.spec.cluster import load_cluster
+from pipollux_sched.spec.job import load_jobs
 from pipollux_sched.store import NodeCondition
 from tests.cli.runner import LIGHT, Cli
 from tests.sched.backend.local.nvml import FakeNvml, build, gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,12 @@ class EngineCase(ABC):
         """Let the cluster, or its admin, end a replica."""
         raise NotImplementedError
 
-    def occupy(self, node: str) -> AbstractContextManager[None]:
-        """Let somebody else have all slots of a node."""
-        raise NotImplementedError
+    sees_others = False
+    """Whether the engine sees how many slots of a node somebody else has."""
+
+    def occupy(self, node: str, slots: int = SLOTS) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Let somebody else have slots of a node; on this machine, nobody else can."""
+        return nullcontext()
 
     @property
     def engine(self) -> Engine:

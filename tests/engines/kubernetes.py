@@ -32,6 +32,7 @@ class KubernetesCase(EngineCase):
 
     kind: type[KubernetesEngine] = KubernetesEngine
     image = IMAGE
+    sees_others = True
     refused = (
         ({"image": None}, "image: is missing"),
         ({"script": None}, "script: is missing"),
@@ -61,9 +62,9 @@ class KubernetesCase(EngineCase):
             client.delete(Pod, handle.removeprefix("pod/"), grace_period=1)
 
     @contextmanager
-    def occupy(self, node: str) -> Iterator[None]:
+    def occupy(self, node: str, slots: int = SLOTS) -> Iterator[None]:
         with self._cluster.client(self._namespace) as client:
-            theirs = pod("theirs", ["sleep", "600"], gpus=SLOTS, node=node)
+            theirs = pod("theirs", ["sleep", "600"], gpus=slots, node=node)
             client.create(Pod.from_dict(theirs))
             until(lambda: client.get(Pod, "theirs").spec.nodeName, "their pod is placed")
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipollux_sched.backend.local.engine import LocalEngine
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from tests.sched.backends import cpu_nodes
 
 from .case import NODES, SLOTS, EngineCase

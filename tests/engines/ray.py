@@ -15,6 +15,7 @@ from .case import SLOTS, EngineCase
 class RayCase(EngineCase):
     """Replicas run below actors, with torchrun's own agent."""
 
+    sees_others = True
     refused = (
         ({"image": "train:1"}, "image: 'train:1' cannot be run by the ray"),
         ({"run_as": "alice"}, "run_as: 'alice' is of no use with the ray"),
@@ -32,8 +33,8 @@ class RayCase(EngineCase):
         self._cluster.call("end_actor", handle, namespace)
 
     @contextmanager
-    def occupy(self, node: str) -> Iterator[None]:
-        self._cluster.call("occupy", node, num_cpus=SLOTS)
+    def occupy(self, node: str, slots: int = SLOTS) -> Iterator[None]:
+        self._cluster.call("occupy", node, num_cpus=slots)
         yield
         self._cluster.call("release", node)
 

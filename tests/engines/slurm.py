@@ -30,8 +30,8 @@ class SlurmCase(EngineCase):
         self._cluster.call("scancel", "--signal=KILL", handle)
 
     @contextmanager
-    def occupy(self, node: str) -> Iterator[None]:
-        step = ("--exact", f"--nodelist={node}", f"--gres=gpu:{SLOTS}", "--ntasks=1")
+    def occupy(self, node: str, slots: int = SLOTS) -> Iterator[None]:
+        step = ("--exact", f"--nodelist={node}", f"--gres=gpu:{slots}", "--ntasks=1")
         words = ("srun", f"--jobid={self._pool}", "--job-name=theirs", *step, "sleep", "600")
         with self._cluster.start(*words) as process:
             self._cluster.wait_until(lambda: "theirs" in self._steps())

@@ -316,6 +316,36 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.says(kept, f"step {exited.step}\n")
 
 
+@on(*ENGINES, rarely=("local", "trainjobs"))
+def test_a_job_is_adopted_beside_others(case: EngineCase, scheduler: Scheduler) -> None:
+    """It keeps its slots, which others cannot have taken; they have some of the rest."""
+    for job in ("first", "kept"):
+        scheduler.apply(job, ["n1"], num_stages=2)
+        scheduler.started(job)
+    kept = scheduler.launch("kept").assignments
+    assert kept[0].slots == (2, 3)
+    scheduler.says(ReplicaKey("kept", 1, 0), "goes on from step 0")
+    scheduler.attempts.stop("first", 60.0)
+    assert scheduler.exited("first").outcome is Outcome.STOPPED
+    scheduler.attempts.forget("first", 1)
+    seen = 1 if case.sees_others else 0
+    with case.occupy("n1", 1):
+        until(lambda: scheduler.engine.nodes()["n1"].taken == seen, "they are seen")
+        scheduler.poll()
+        again = scheduler.again()
+        assert again.attempts.nodes()["n1"].taken == seen
+        assert again.attempts.adopt("kept", 1, "", first_membership(1)) is None
+        assert again.launch("kept").assignments == kept
+        assert again.attempts.free() == {"n1": SLOTS - 2 - seen, "n2": SLOTS}
+        again.poll()
+        assert again.attempts.free() == {"n1": SLOTS - 2 - seen, "n2": SLOTS}
+        assert again.listing().replicas[ReplicaKey("kept", 1, 0)].ended is None
+        again.attempts.stop("kept", 60.0)
+        exited = again.exited("kept")
+        assert (exited.outcome, bool(exited.step)) == (Outcome.STOPPED, True)
+        assert again.attempts.free() == {"n1": SLOTS - seen, "n2": SLOTS}
+
+
 @on(*CLUSTERS, rarely=("trainjobs",))
 def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -> None:
     """It is no failure of the job's, and the other replicas save."""

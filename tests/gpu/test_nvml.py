@@ -17,7 +17,7 @@ from pipollux_sched.backend.local.gpus.probe_process import GpuProbe
 from pipollux_sched.backend.local.gpus.state import GpuReading
 from pipollux_sched.backend.local.gpus.visible import select
 from pipollux_sched.backend.local.local_gpus import LocalGpus
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 
 import pipollux
 from pipollux_hybrid.job import env
-from pipollux_sched.spec.job import load_cluster
+from pipollux_sched.spec.cluster import load_cluster
 
 
 def table_after(repository: Path, page: str, heading: str) -> str:

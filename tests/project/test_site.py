@@ -15,7 +15,8 @@ import yaml
 from playwright.sync_api import TimeoutError as NotYet
 
 from pipollux_sched.cli.app import COMMANDS, app, load_command
-from pipollux_sched.spec.job import load_cluster, load_jobs
+from pipollux_sched.spec.cluster import load_cluster
+from pipollux_sched.spec.job import load_jobs
 from pipollux_sched.spec.teams import load_teams
 from tests.programs import Forked
 from tests.project import pages

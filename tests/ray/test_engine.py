@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pipollux_agent import supervisor
 from pipollux_sched.backend import ReplicaKey
 from pipollux_sched.backend.base import (
     BackendError,
@@ -23,7 +24,7 @@ from pipollux_sched.backend.base import (
     Signal,
 )
 from pipollux_sched.backend.ray import connection
-from pipollux_sched.backend.ray.connection import Actor, RayConnection
+from pipollux_sched.backend.ray.connection import Actor, RayClient
 from pipollux_sched.backend.ray.engine import RayEngine, RayOptions
 from pipollux_sched.backend.ray.nodes import SETTLE_TIME
 from pipollux_sched.backend.replica import command
@@ -40,7 +41,6 @@ from .cluster import RayCluster
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("ray_cluster")]
 KEY = ReplicaKey("toy", 1, 0)
-AWAY = (ClusterUnavailableError,)
 
 
 @pytest.fixture(autouse=True)
@@ -81,19 +81,18 @@ def ended(scheduler: Scheduler) -> Ended:
 
 
 def above(case: RayCase) -> tuple[psutil.Process, psutil.Process, psutil.Process]:
-    """Return the actor of the only replica, its launcher and its supervisor."""
+    """Return the actor of the only replica, the supervisor's guard and the supervisor."""
     base = str(case.state_dir.attempt("toy", 1) / "replica-0")
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            words = process.cmdline()
-            if base in words:
-                found[Path(words[3]).name] = process
-    launcher = found["launcher.py"]
-    actor = launcher.parent()
+            if base in process.cmdline():
+                found[process.ppid()] = process
+    ((guard, supervisor),) = [(x, found[x.pid]) for x in found.values() if x.pid in found]
+    actor = guard.parent()
     assert actor is not None
     assert "Holder" in actor.cmdline()[0]
-    return actor, launcher, found["supervisor.py"]
+    return actor, guard, supervisor
 
 
 def client() -> psutil.Process:
@@ -137,7 +136,7 @@ def test_a_supervisor_that_is_stopped_is_killed(case: RayCase, scheduler: Schedu
     _, _, supervisor = above(case)
     supervisor.suspend()
     scheduler.attempts.kill("toy", "its node is dead")
-    until(lambda: scheduler.poll() or not case.processes()[1:], "only the supervisor is left")
+    until(lambda: scheduler.poll() or len(case.processes()) <= 2, "only the two are left")
     supervisor.resume()
     assert scheduler.exited("toy").message == "its node is dead"
 
@@ -222,7 +221,6 @@ def test_a_client_that_hangs_is_replaced(
     case: RayCase, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No call waits for it, and the replica runs on."""
-    monkeypatch.setattr(connection, "SLOW", 0.5)
     monkeypatch.setattr(connection, "TIMEOUT", 2.0)
     run_toy(scheduler, "n1")
     first = client()
@@ -297,45 +295,42 @@ def test_another_version_of_ray_is_refused(ray_cluster: RayCluster, tmp_path: Pa
 
 
 def test_a_folder_that_a_node_lacks_is_named(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    ray = RayConnection(ray_cluster.address, "check", tmp_path / "log", 0.1)
+    ray = RayClient(ray_cluster.address, "check", tmp_path / "log")
     try:
-        node = next(key for key, found in ray.connect().nodes.items() if found.name == "n2")
+        node = next(key for key, found in ray.read().nodes.items() if found.name == "n2")
         for words, lost in (
             ((str(tmp_path), [str(tmp_path)]), ""),
             ((str(tmp_path), [str(tmp_path), "/nowhere/python"]), "/nowhere/python"),
             (("/nowhere", []), "/nowhere"),
         ):
-            before = ray.latest().number
             ray.send("check", node, *words)
-            found = until(
-                lambda since=before: (seen := ray.latest()).number > since and seen.checked,
-                "it is checked",
-                ignored=AWAY,
-            )
-            assert found == {node: lost}
+            found = until(lambda: ray.read().results, "it is checked")
+            assert found == [["check", node, lost, ""]]
     finally:
         ray.close()
 
 
 def test_an_actor_on_another_node_starts_nothing(ray_cluster: RayCluster, tmp_path: Path) -> None:
     """Whatever Ray has made of its placement group."""
-    ray = RayConnection(ray_cluster.address, "others", tmp_path / "log", 0.1)
-    mark = tmp_path / "mark"
+    ray = RayClient(ray_cluster.address, "others", tmp_path / "log")
+    base = tmp_path / "replica-0"
+    base.with_suffix(".json").write_text("{}")
     ray_cluster.call("reserve", "others/toy.a1.r0", "n1")
     try:
-        nodes = {found.name: key for key, found in ray.connect().nodes.items()}
-        ray.send("start", "toy.a1.r0", nodes["n2"], {"CPU": 1}, ["touch", str(mark)])
+        nodes = {found.name: key for key, found in ray.read().nodes.items()}
+        holder = supervisor.__file__, str(base), str(tmp_path / "out")
+        ray.send("start", "toy.a1.r0", nodes["n2"], {"CPU": 1}, *holder)
 
-        def is_dead() -> bool:
-            return ray.latest().actors.get("toy.a1.r0", Actor()).phase == "dead"
+        def dead() -> Actor | None:
+            found = ray.read().actors.get("toy.a1.r0", Actor())
+            return found if found.phase == "dead" else None
 
-        until(is_dead, "it is refused", ignored=AWAY)
-        assert ray.latest().actors["toy.a1.r0"].why == (
+        assert until(dead, "it is refused").why == (
             f"RuntimeError: Ray has placed it on node {nodes['n1']}, not {nodes['n2']}"
         )
-        assert not mark.exists()
+        assert not base.with_suffix(".begun").exists()
         ray.send("end", "toy.a1.r0")
-        until(lambda: not ray.latest().groups, "its group is removed", ignored=AWAY)
+        until(lambda: not ray.read().actors, "its group is removed")
     finally:
         ray.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipollux_sched.backend.base import BackendError
-from pipollux_sched.backend.ray.connection import Group, RayNode, Snapshot, _sentence
+from pipollux_sched.backend.ray.connection import Actor, RayNode, Snapshot, _sentence
 from pipollux_sched.backend.ray.engine import RayOptions
 from pipollux_sched.backend.ray.nodes import SETTLE_TIME, NodeTable
 from pipollux_sched.backend.registry import EngineOptions, make_engine
@@ -38,17 +38,15 @@ class Tables:
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
         self.clock = Clock()
         self._table = NodeTable(names or {}, self.clock)
-        self._number = 0
 
     def look(
         self,
         nodes: Mapping[str, RayNode],
-        groups: Mapping[str, Group] | None = None,
-        missing: Mapping[str, str] | None = None,
+        actors: Mapping[str, Actor] | None = None,
+        broken: Mapping[str, str] | None = None,
     ) -> Mapping[str, Any]:
-        self._number += 1
-        snapshot = Snapshot(self._number, 1, 1, nodes, groups or {}, {}, {}, {})
-        return self._table.look(snapshot, dict.fromkeys(nodes, "") | (missing or {}))
+        snapshot = Snapshot(nodes=nodes, actors=actors or {})
+        return self._table.look(snapshot, dict.fromkeys(nodes, "") | (broken or {}))
 
 
 def test_gpus_are_slots_else_cpus() -> None:
@@ -72,7 +70,7 @@ def test_gpus_are_slots_else_cpus() -> None:
 def test_resources_of_others_are_not_offered() -> None:
     """They count once they have been held for a while, and are free again at once."""
     tables = Tables()
-    groups = {"toy.a1.r0": Group(A, "", {"GPU": 1.0, "CPU": 2.0})}
+    groups = {"toy.a1.r0": Actor(node=A, bundle={"GPU": 1.0, "CPU": 2.0})}
 
     def seen(gpus: float, cpus: float) -> tuple[int, int | None, str]:
         free = {"GPU": gpus, "CPU": cpus}
@@ -91,14 +89,14 @@ def test_resources_of_others_are_not_offered() -> None:
 
 def test_a_node_that_drains_or_does_not_see_the_folder() -> None:
     nodes = {A: ray_node("a", CPU=1.0, draining=True), B: ray_node("b", CPU=1.0)}
-    found = Tables().look(nodes, missing={B: "/home/ada/pipollux"})
+    found = Tables().look(nodes, broken={B: "node b does not see /home/ada"})
     assert (found["a"].ready, found["a"].draining, found["a"].reason) == (
         True,
         True,
         "Ray drains it",
     )
     assert not found["b"].ready
-    assert found["b"].reason.startswith("it does not see /home/ada/pipollux, or cannot write it;")
+    assert found["b"].reason == "node b does not see /home/ada"
 
 
 def test_names_stay_with_their_nodes() -> None:

@@ -11,7 +11,7 @@ from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram, Report
 from pipollux_sched.backend.base import SlotAssignment
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.lifecycle import Membership
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 
 

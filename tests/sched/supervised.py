@@ -21,7 +21,7 @@ from pipollux_sched.lifecycle import Allocate
 from pipollux_sched.metrics import SchedulerMetrics
 from pipollux_sched.server import Limits, create_app, end_waiting
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir, Store
 from tests.sched.scripts import TOY
 

@@ -17,7 +17,8 @@ from pipollux_sched.backend import BackendError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import UnavailableError
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import (
     JobEndedError,
     JobRecord,

@@ -12,7 +12,8 @@ import pytest
 from pipollux_perfmodel import SchedHints
 from pipollux_policies import Allocation, JobInfo, NodeInfo
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord, Store
 from tests.sched.processes import processes_of
 from tests.sched.scripts import LAYERED

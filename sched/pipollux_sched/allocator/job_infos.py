@@ -19,7 +19,8 @@ from pipollux_policies import (
     SpeedupCallable,
     shape_of,
 )
-from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
 
 from .hints import HintsWorth, worth

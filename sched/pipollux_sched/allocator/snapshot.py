@@ -28,7 +28,8 @@ from pipollux_policies import (
 from pipollux_policies.allocations.allocation import network_level
 from pipollux_policies.teams.team import Teams
 from pipollux_sched.lifecycle import JobState, Phase
-from pipollux_sched.spec.job import JobSpec, NodeSpec, parse_job
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
 from pipollux_sched.views.teams import stored_teams
 

@@ -10,8 +10,10 @@ failed with `ClusterUnavailableError` until it succeeds or times out.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -23,12 +25,17 @@ from pipollux_policies import NodeInfo
 from pipollux_policies.jobs.topology import build_topology
 from pipollux_protocol.environment import SCHEDULER_URL
 from pipollux_sched.errors import SchedulerError
-from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobRecord, StateDir, SweepSummary
 
 from .result import ReplicaResult
 
 POLL_INTERVAL = 0.05
+SIGNAL_INTERVAL = 2.0
+"""Seconds after which a signal is repeated, because it may have been lost."""
+KILL_PATIENCE = 30.0
+"""Seconds that replicas without a scheduler have to end after a kill."""
 
 
 class BackendError(SchedulerError):
@@ -105,6 +112,14 @@ class ReplicaProgram:
         if self.command is not None:
             return ["-c", self.command]
         return [str(self.script)] if self.module is None else ["-m", self.module]
+
+    def cpus_of(self, num_stages: int) -> int:
+        """Return the CPUs of a replica with those of its stages; 0: not asked for."""
+        return self.cpus + self.cpus_per_stage * num_stages
+
+    def memory_of(self, num_stages: int) -> int:
+        """Return the bytes of main memory of a replica with its stages; 0: not asked for."""
+        return self.memory + self.memory_per_stage * num_stages
 
     def checkpoints_in(self, state_dir: StateDir) -> str:
         """Return the checkpoint folder: the job's own, or one in a shared directory."""
@@ -276,7 +291,8 @@ class Node:
     spec: NodeSpec
     """The whole node, without any use."""
     taken: int = 0
-    """Slots that others than this scheduler use."""
+    """How many slots others use, where the cluster does not tell which: never one of those that a
+    replica of this scheduler holds, whoever has started it."""
     ready: bool = True
     """False: it is down, or does not answer; its replicas are lost."""
     draining: bool = False
@@ -284,7 +300,8 @@ class Node:
     reason: str = ""
     """Why it is not ready, or drains, in the cluster's words."""
     left_out: Mapping[int, str] = field(default_factory=dict)
-    """Slots on which nothing new must be started, and why."""
+    """Slots on which nothing new must be started, and why: their devices are broken, or the engine
+    knows that others use them."""
     kept: frozenset[int] = frozenset()
     """Those of them that a job holds, which may stay."""
 
@@ -414,7 +431,10 @@ class Engine(ABC):
         """Remove everything of a replica that has left its attempt and ended, except its log."""
 
     def holds(self, launch: Launch) -> bool:  # noqa: ARG002  # most have nothing to check
-        """Return whether the slots of an attempt to adopt still refer to its devices."""
+        """Return whether the slots of an attempt to adopt still refer to its devices.
+
+        How many slots of its nodes others use does not matter: it has its own.
+        """
         return True
 
     def fetch_log(self, key: ReplicaKey) -> None:  # noqa: B027  # most have nothing to do
@@ -424,13 +444,66 @@ class Engine(ABC):
         Engines whose replicas write there directly have nothing to do.
         """
 
-    @abstractmethod
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
         """End what an earlier scheduler left running, except the adopted jobs and attempts.
 
         The others have `grace` seconds to save. Return one line for each replica or process found.
         `BackendError`: one cannot be ended.
         """
+        others = [key for key in self.listing().replicas if key[:2] not in adopted]
+        found = left = self.left_behind(adopted)
+        for signal, patience in ((Signal.STOP, grace), (Signal.KILL, KILL_PATIENCE)):
+            left = self._end_within(patience, left, signal, adopted)
+        if why := self.why_not_ended(left):
+            raise BackendError(why)
+        for key in others:
+            with suppress(BackendError):
+                self.fetch_log(key)
+        for job, attempt in sorted({key[:2] for key in others}):
+            self.forget(job, attempt)
+        return list(found.values())
+
+    def left_behind(self, adopted: Collection[tuple[str, int]]) -> Mapping[Any, str]:
+        """Return what runs of attempts that were not adopted, with descriptions: replicas by key.
+
+        An engine that finds something else returns it by keys that its `end_left` knows.
+        """
+        return {
+            key: f"{state.handle} of job {key.job}"
+            for key, state in self.listing().replicas.items()
+            if state.ended is None and key[:2] not in adopted
+        }
+
+    def end_left(self, left: Collection[Any], signal: Signal) -> None:
+        """Send a signal to some of what is `left_behind`; it is repeated from time to time."""
+        for key in left:
+            with suppress(ClusterUnavailableError):
+                self.signal(key, signal)
+
+    def why_not_ended(self, left: Mapping[Any, str]) -> str:
+        """Return why no scheduler can run beside what a kill has not ended; empty: one can."""
+        if not left:
+            return ""
+        return f"what an earlier scheduler left behind cannot be ended: {', '.join(left.values())}"
+
+    def _end_within(
+        self,
+        seconds: float,
+        left: Mapping[Any, str],
+        signal: Signal,
+        adopted: Collection[tuple[str, int]],
+    ) -> Mapping[Any, str]:
+        """Send a signal repeatedly to what is left behind; return what is left at the end."""
+        deadline = time.monotonic() + seconds
+        due: dict[Any, float] = {}
+        while left and (now := time.monotonic()) < deadline:
+            if signalled := [one for one in left if due.get(one, now) <= now]:
+                due |= dict.fromkeys(signalled, now + SIGNAL_INTERVAL)
+                self.end_left(signalled, signal)
+            time.sleep(POLL_INTERVAL)
+            with suppress(ClusterUnavailableError):
+                left = self.left_behind(adopted)
+        return left
 
     def keep_records(self, jobs: JobActions, ending: Event) -> None:  # noqa: ARG002  # most have none
         """Keep the cluster's own records of jobs in step, in a separate thread, until the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from .base import ClusterUnavailableError, Engine, Listing, Node
 
@@ -24,16 +24,6 @@ class ClusterWatch:
         self._looked_at = clock()
         self._away = False
         self._version = -1
-
-    @property
-    def slots(self) -> dict[str, int]:
-        """The number of slots of each node, with those that are left out."""
-        return {name: max(node.spec.slots - node.taken, 0) for name, node in self.nodes.items()}
-
-    @property
-    def left_out(self) -> dict[str, Collection[int]]:
-        """The slots of each node on which nothing new must be started."""
-        return {name: node.left_out.keys() for name, node in self.nodes.items() if node.left_out}
 
     def look(self) -> bool:
         """Read the nodes if it is time to; return whether they were read."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.store import StateDir
 
 from .base import BackendError, Engine
@@ -43,11 +44,23 @@ def _local(options: EngineOptions) -> Engine:
     )
 
 
-def _later(module: str) -> Factory:
-    """Return the factory `make` of a module that is imported on first use."""
+def _later(name: str, module: str, package: str | None = None) -> Factory:
+    """Return the factory `make` of a module that is imported on first use.
+
+    An engine that needs a `package`, which the extra of its name installs, finds its nodes itself.
+    """
 
     def make(options: EngineOptions) -> Engine:
-        engine: Engine = import_module(module).make(options)
+        if package and options.cluster is not None:
+            raise BackendError(
+                f"the {name} backend finds its nodes itself; leave the cluster file out"
+            )
+        if package and importlib.util.find_spec(package) is None:
+            raise BackendError(
+                f"the {name} backend needs the package {package}; install it with "
+                f"pip install 'pipollux[{name}]'"
+            )
+        engine: Engine = import_module(f"{__package__}.{name}.{module}").make(options)
         return engine
 
     return make
@@ -55,9 +68,9 @@ def _later(module: str) -> Factory:
 
 ENGINES: Mapping[str, Factory] = {
     "local": _local,
-    "kubernetes": _later("pipollux_sched.backend.kubernetes.factory"),
-    "ray": _later("pipollux_sched.backend.ray.engine"),
-    "slurm": _later("pipollux_sched.backend.slurm.engine"),
+    "kubernetes": _later("kubernetes", "factory", "lightkube"),
+    "ray": _later("ray", "engine", "ray"),
+    "slurm": _later("slurm", "engine"),
 }
 
 

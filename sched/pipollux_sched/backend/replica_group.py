@@ -24,6 +24,7 @@ from pipollux_sched.lifecycle import Exited, JoiningReplicaLost, Outcome, Starte
 from pipollux_utils.text import count
 
 from .base import (
+    SIGNAL_INTERVAL,
     BackendError,
     ClusterUnavailableError,
     Ended,
@@ -45,8 +46,6 @@ FAILURE_GRACE = 5.0
 """Seconds that the other replicas have to end after a failure; they can no longer save."""
 SURVIVAL_PATIENCE = 60.0
 """Seconds in which a job that can continue without a failed replica must report that it does."""
-SIGNAL_INTERVAL = 2.0
-"""Seconds after which a signal is repeated, because it may have been lost."""
 NOBODY_LEFT = "All of its replicas were lost."
 _UNSEEN = ReplicaState("", waiting="It is being started.")
 

@@ -101,8 +101,8 @@ class ReplicaGroupManager:
         self._grace = grace
         self._start_timeout = start_timeout
         self._cluster = ClusterWatch(engine, clock)
-        self._ledger = SlotLedger(self._cluster.slots, self._cluster.left_out)
-        self._seen = set(self._cluster.slots)
+        self._ledger = SlotLedger(self._cluster.nodes)
+        self._seen = set(self._cluster.nodes)
         """All present and past nodes."""
         self._running: dict[str, ReplicaGroup] = {}
         self._pending: dict[str, Waiting] = {}
@@ -182,7 +182,7 @@ class ReplicaGroupManager:
             BackendError: `nodes` contains a node that never existed, or is too small.
         """
         with self._lock:
-            gone = sorted((set(nodes) & self._seen) - self._cluster.slots.keys())
+            gone = sorted((set(nodes) & self._seen) - self._cluster.nodes.keys())
             if gone:
                 raise NodesGoneError(
                     f"the cluster no longer has {', '.join(gone)}, on which it should run"
@@ -191,7 +191,10 @@ class ReplicaGroupManager:
                 raise BackendError(
                     f"job {program.job!r} cannot run on {', '.join(nodes) or 'no node'}: each "
                     f"replica needs {program.num_stages} slots of its node, and the nodes have "
-                    + ", ".join(f"{name}: {slots}" for name, slots in self._cluster.slots.items())
+                    + ", ".join(
+                        f"{name}: {max(node.spec.slots - node.taken, 0)}"
+                        for name, node in self._cluster.nodes.items()
+                    )
                 )
             self._pending[program.job] = Waiting(program, attempt, tuple(nodes))
             if program.job in self._running:
@@ -228,8 +231,8 @@ class ReplicaGroupManager:
         listing = self._cluster.listing()
         with self._lock:
             if looked:
-                self._ledger.resize(self._cluster.slots, self._cluster.left_out)
-                self._seen |= self._cluster.slots.keys()
+                self._ledger.resize(self._cluster.nodes)
+                self._seen |= self._cluster.nodes.keys()
             if listing is not None:
                 self._step_all(listing)
                 self._end_strays(listing)

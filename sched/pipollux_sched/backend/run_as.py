@@ -56,6 +56,15 @@ def check_account(spec: JobSpec) -> None:
         raise SpecError(f"job '{spec.name}': run_as: {reason}")
 
 
+def refuse_user(spec: JobSpec, backend: str, whose: str) -> None:
+    """Reject a job with `SpecError` if it has a user, for a backend that starts all as one."""
+    if spec.run_as is not None:
+        raise SpecError(
+            f"job '{spec.name}': run_as: '{spec.run_as}' is of no use with the {backend} backend, "
+            f"{whose}; leave it out"
+        )
+
+
 def why_no_python(user: str) -> str | None:
     """Return why a user cannot run this Python and this package; None: the user can."""
     if _look(user, Path("/"), Path("/")) != _NO_PYTHON:

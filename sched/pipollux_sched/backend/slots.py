@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from .base import SlotAssignment
+from .base import Node, SlotAssignment
 
 
 class SlotLedger:
     """The slots of all nodes, and their holders.
 
+    Others hold `Node.taken` of the slots that have no holder here, whichever these are. So a node
+    that others use offers fewer slots, and a holder keeps its own.
+
     Example:
-        >>> ledger = SlotLedger({"node-a": 2, "node-b": 2})
-        >>> ledger.take("job", {0: "node-a"}, num_stages=2)
-        {0: SlotAssignment(node='node-a', slots=(0, 1))}
+        >>> from pipollux_sched.spec.cluster import NodeSpec
+        >>> ledger = SlotLedger({"a": Node(NodeSpec(name="a", slots=4), taken=1)})
+        >>> ledger.take("job", {0: "a"}, num_stages=2)
+        {0: SlotAssignment(node='a', slots=(0, 1))}
+        >>> ledger.free()
+        {'a': 1}
     """
 
-    def __init__(
-        self, nodes: Mapping[str, int], left_out: Mapping[str, Collection[int]] | None = None
-    ) -> None:
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
         self._held: dict[str, dict[int, SlotAssignment]] = {}
-        self.resize(nodes, left_out)
+        self._holders: dict[tuple[str, int], str] = {}
+        self._num_held: Counter[str] = Counter()
+        self._nodes = dict(nodes)
 
     def fits(self, nodes: Sequence[str], num_stages: int) -> bool:
-        """Return whether the replicas would fit if all slots that are not left out were free."""
+        """Return whether the replicas would fit if nothing were held here."""
         return all(
-            name in self._size
-            and nodes.count(name) * num_stages <= self._size[name] - self._num_out(name)
+            name in self._nodes and nodes.count(name) * num_stages <= self._num_offered(name)
             for name in nodes
         )
 
@@ -38,76 +44,81 @@ class SlotLedger:
 
         None, with nothing reserved: they are not all free. ValueError: a replica has slots already.
         """
-        held = self._held.get(holder, {})
-        if twice := sorted(held.keys() & replicas.keys()):
+        if twice := sorted(self._held.get(holder, {}).keys() & replicas.keys()):
             raise ValueError(f"replica {twice[0]} of {holder} holds slots already")
         for name, number in Counter(replicas.values()).items():
-            if number * num_stages > len(self._usable(name)):
+            if number * num_stages > self._num_free(name):
                 return None
         taken = {}
         for replica, name in replicas.items():
-            slots = tuple(sorted(self._usable(name))[:num_stages])
-            self._free[name].difference_update(slots)
+            slots = tuple(islice(self._without_holder(name), num_stages))
             taken[replica] = SlotAssignment(name, slots)
-        self._held[holder] = {**held, **taken}
+            self._hold(holder, {replica: taken[replica]})
         return taken
 
     def restore(self, holder: str, assignments: Mapping[int, SlotAssignment]) -> bool:
-        """Reserve the same slots for a holder again, also if they are left out.
+        """Reserve the same slots for a holder again, even if they are left out.
 
-        False, and nothing reserved: impossible.
+        It does not matter how many of the other slots are taken. False, and nothing reserved: the
+        holder has slots already, another one has these, or the node is gone or too small.
         """
         wanted = list(_slots_of(assignments.values()))
-        free = all(slot in self._free.get(name, ()) for name, slot in wanted)
-        if holder in self._held or not free or len(set(wanted)) < len(wanted):
+        is_shared = len(set(wanted)) < len(wanted) or not self._holders.keys().isdisjoint(wanted)
+        fits = all(
+            name in self._nodes and self._num_held[name] + number <= self._nodes[name].spec.slots
+            for name, number in Counter(name for name, _ in wanted).items()
+        )
+        if holder in self._held or is_shared or not fits:
             return False
-        for name, slot in wanted:
-            self._free[name].discard(slot)
-        self._held[holder] = dict(assignments)
+        self._hold(holder, assignments)
         return True
 
-    def resize(
-        self, nodes: Mapping[str, int], left_out: Mapping[str, Collection[int]] | None = None
-    ) -> None:
-        """Replace the nodes; held slots stay held, even on nodes that are gone.
-
-        Nothing new gets the slots that are `left_out`.
-        """
-        self._size = dict(nodes)
-        self._out = {name: frozenset(slots) for name, slots in (left_out or {}).items()}
-        self._free = {name: set(range(slots)) for name, slots in nodes.items()}
-        for name, slot in self.held():
-            self._free.get(name, set()).discard(slot)
+    def resize(self, nodes: Mapping[str, Node]) -> None:
+        """Replace the nodes; held slots stay held, even on nodes that are gone or too small."""
+        self._nodes = dict(nodes)
 
     def release(self, holder: str, replicas: Collection[int] | None = None) -> None:
         """Free the slots of some replicas of `holder`; None: of all."""
         held = self._held.pop(holder, {})
         ended = held.keys() if replicas is None else held.keys() & set(replicas)
         for name, slot in _slots_of(held[replica] for replica in ended):
-            if slot < self._size.get(name, 0):
-                self._free[name].add(slot)
+            del self._holders[name, slot]
+            self._num_held[name] -= 1
         left = {replica: assignment for replica, assignment in held.items() if replica not in ended}
         if left:
             self._held[holder] = left
 
     def free(self) -> dict[str, int]:
         """Return the number of free slots by node."""
-        return {name: len(self._usable(name)) for name in self._free}
+        return {name: self._num_free(name) for name in self._nodes}
 
-    def held(self) -> dict[tuple[str, int], str]:
+    def held(self) -> Mapping[tuple[str, int], str]:
         """Return the holder of each slot that is held, by node and slot."""
-        return {
-            place: holder
-            for holder, assignments in self._held.items()
-            for place in _slots_of(assignments.values())
-        }
+        return dict(self._holders)
 
-    def _usable(self, node: str) -> set[int]:
-        return self._free.get(node, set()) - self._out.get(node, frozenset())
+    def _hold(self, holder: str, assignments: Mapping[int, SlotAssignment]) -> None:
+        self._held[holder] = {**self._held.get(holder, {}), **assignments}
+        for name, slot in _slots_of(assignments.values()):
+            self._holders[name, slot] = holder
+            self._num_held[name] += 1
 
-    def _num_out(self, node: str) -> int:
-        """Return the number of slots that are left out and that nothing holds."""
-        return len(self._free[node] & self._out.get(node, frozenset()))
+    def _without_holder(self, name: str) -> Iterator[int]:
+        """Yield the slots of a node that a replica may get, unless others have them."""
+        node = self._nodes[name]
+        for slot in range(node.spec.slots):
+            if slot not in node.left_out and (name, slot) not in self._holders:
+                yield slot
+
+    def _num_offered(self, name: str) -> int:
+        """Return how many slots of a node replicas may hold."""
+        node = self._nodes[name]
+        unused = sum((name, slot) not in self._holders for slot in node.left_out)
+        return max(node.spec.slots - node.taken - unused, 0)
+
+    def _num_free(self, name: str) -> int:
+        if name not in self._nodes:
+            return 0
+        return max(self._num_offered(name) - self._num_held[name], 0)
 
 
 def _slots_of(assignments: Iterable[SlotAssignment]) -> Iterable[tuple[str, int]]:

@@ -16,7 +16,8 @@ from pipollux_sched.planning.plan import Plan
 from pipollux_sched.planning.plan import plan as make_plan
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, load_cluster, load_jobs
+from pipollux_sched.spec.cluster import ClusterSpec, load_cluster
+from pipollux_sched.spec.job import JobSpec, load_jobs
 from pipollux_sched.store import JobRecord, StateDir, Store
 from pipollux_sched.utils.signals import Interruption
 

@@ -19,7 +19,8 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.report.live_view import LiveView
 from pipollux_sched.report.page import write_report
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import ClusterSpec, load_cluster, load_jobs
+from pipollux_sched.spec.cluster import ClusterSpec, load_cluster
+from pipollux_sched.spec.job import load_jobs
 from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.store import StateDir, StateDirError
 from pipollux_sched.utils.signals import Interruption

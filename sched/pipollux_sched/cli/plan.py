@@ -95,7 +95,8 @@ def plan(
     refuse_server("a plan of files")
     from pipollux_policies import DEFAULT_POLICY, make_policy
     from pipollux_sched.planning.plan import plan as make_plan
-    from pipollux_sched.spec.job import load_cluster, load_jobs
+    from pipollux_sched.spec.cluster import load_cluster
+    from pipollux_sched.spec.job import load_jobs
 
     decides = make_policy(policy or DEFAULT_POLICY, seed=seed)
     made = make_plan(load_cluster(cluster), load_jobs(jobs), policy=decides)

@@ -25,7 +25,7 @@ from pipollux_sched.notifications.hosts import HostRules
 from pipollux_sched.notifications.notifier import NotifyOptions
 from pipollux_sched.report.event_text import TELLING_TYPES, event_line
 from pipollux_sched.scheduler import STOP_GRACE, Scheduler
-from pipollux_sched.spec.job import ClusterSpec, load_cluster
+from pipollux_sched.spec.cluster import ClusterSpec, load_cluster
 from pipollux_sched.spec.teams import load_teams
 from pipollux_sched.store import StateDir
 from pipollux_sched.utils.signals import Interruption

@@ -23,7 +23,8 @@ from pipollux_sched.allocator.inherited_hints import without_rows
 from pipollux_sched.allocator.job_infos import hints_worth, node_info
 from pipollux_sched.allocator.learned_lengths import whole_samples
 from pipollux_sched.lifecycle import Phase
-from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError, parse_job
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import AttemptRecord, JobRecord, Store
 from pipollux_sched.store.families import key_of

@@ -29,7 +29,8 @@ from pipollux_sched.allocator.job_infos import (
 from pipollux_sched.allocator.reasons import explain, misfit
 from pipollux_sched.errors import PipolluxError
 from pipollux_sched.lifecycle import Dependency, When
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec, SpecError
 
 PLAN_AGE = 3600.0
 """Assumed age of a job in seconds, which files do not give: a restart then costs 1 %."""

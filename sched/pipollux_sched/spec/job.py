@@ -1,36 +1,24 @@
-"""Specifications of clusters and jobs: `cluster.yaml`, `jobs.yaml`, and jobs sent as JSON.
+"""Specifications of jobs: `jobs.yaml`, and jobs sent as JSON.
 
-Everything is validated before use. Each problem is one sentence with the file, line, place and
-value, and the allowed values (`SpecError`).
+Everything is validated before use: see `model`.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from pipollux_perfmodel import SchedHints
-from pipollux_perfmodel.timing.params import MAX_LEVELS
-from pipollux_sched.utils.yaml_file import SpecError, YamlFile, parse_yaml, read_yaml_file
-from pipollux_utils.units import parse_bytes, parse_duration
-from pipollux_utils.validation import problem_at, problems
+from pipollux_sched.utils.yaml_file import SpecError, parse_yaml, read_yaml_file
+from pipollux_utils.units import parse_duration
+from pipollux_utils.validation import problem_at
 
 from .dependencies import Dependency, check_dependencies, find_cycle, spelled_out
 from .hints import HintsField
+from .model import Bytes, Count, GpuType, List, Spec, check_names, load_model, parse_model
 from .names import (
     MOST_OF_IMAGE,
     NAME_LENGTH,
@@ -53,11 +41,9 @@ DEFAULT_MAX_RESTARTS = 3
 DEFAULT_START_TIMEOUT = 3600.0
 """Seconds: loading a large model and compiling it take minutes, and a script that never reports
 should not hold its slots for days."""
-_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_NODE_NAME_LENGTH = 253
-"""Largest length of a full host name."""
-_LABEL_LENGTH = 317
-"""Largest length of a key of a label of Kubernetes: a DNS name, a slash and 63 characters."""
+
+
+__all__ = ["JobBatch", "JobSpec", "ResourceSpec", "SpecError", "load_jobs", "parse_job"]
 
 
 def check_args(args: Sequence[str]) -> Sequence[str]:
@@ -103,61 +89,9 @@ def check_path(text: str) -> str:
     return text
 
 
-__all__ = [
-    "ClusterSpec",
-    "JobBatch",
-    "JobSpec",
-    "NodeSpec",
-    "ResourceSpec",
-    "SpecError",
-    "load_cluster",
-    "load_jobs",
-    "parse_job",
-    "with_levels",
-]
-
-
-def _check_node_name(name: str) -> str:
-    if len(name) > _NODE_NAME_LENGTH or not _NODE_NAME.fullmatch(name):
-        raise ValueError(
-            f"'{name[:80]}' is not the name of a node; use up to {_NODE_NAME_LENGTH} letters, "
-            "digits, '-', '_' and '.', with a letter or digit at both ends"
-        )
-    return name
-
-
-def _check_gpu_type(text: str) -> str:
-    if not text.strip() or len(text) > NAME_LENGTH:
-        raise ValueError(
-            f"'{text[:20]}' is not a type of GPU; give 1 to {NAME_LENGTH} characters, as in a100"
-        )
-    return text
-
-
-def _check_level(name: str) -> str:
-    if not name.strip():
-        raise ValueError("an empty text is not the name of a level; give one such as rack")
-    return _check_domain(name)
-
-
-def _check_domain(name: str) -> str:
-    if len(name) > _LABEL_LENGTH or not name.isprintable():
-        raise ValueError(
-            f"'{name[:20]}' is not a name for the network; use up to {_LABEL_LENGTH} printable "
-            "characters"
-        )
-    return name
-
-
-NodeName = Annotated[str, AfterValidator(_check_node_name)]
-LevelName = Annotated[str, AfterValidator(_check_level), schema_bounds(_LABEL_LENGTH)]
-DomainName = Annotated[str, AfterValidator(_check_domain), schema_bounds(_LABEL_LENGTH)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 Duration = Annotated[
     float | None, BeforeValidator(parse_duration, json_schema_input_type=float | str | None)
 ]
-Count = Annotated[int, Field(ge=1)]
-GpuType = Annotated[str, AfterValidator(_check_gpu_type), schema_bounds(NAME_LENGTH)]
 FilePath = Annotated[str, AfterValidator(check_path), schema_bounds(MOST_PATH)]
 ImageReference = Annotated[str, AfterValidator(check_image), schema_bounds(MOST_OF_IMAGE)]
 ModuleName = Annotated[str, AfterValidator(check_module), schema_bounds(MOST_PATH)]
@@ -165,158 +99,6 @@ Command = Annotated[str, AfterValidator(check_command), schema_bounds(MOST_BYTES
 ExitCode = Annotated[int, Field(ge=1, le=255)]
 ExitRule = Literal["retry", "fail", "ignore"]
 Argument = Annotated[str, Field(json_schema_extra={"maxLength": MOST_BYTES})]
-T = TypeVar("T")
-List = Annotated[tuple[T, ...], Field(strict=False)]
-
-
-class Spec(BaseModel):
-    """Base class: refuses unknown fields, converts no types, is immutable."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class NodeSpec(Spec):
-    """One node of the cluster."""
-
-    name: NodeName = Field(description="a name, as in name: node-a")
-    """Unique in the cluster; with Slurm and Kubernetes, the name of the node there."""
-    slots: Count
-    """Devices: a slot is one GPU, or one CPU thread on a node of kind `cpu`."""
-    kind: Literal["gpu", "cpu"] = "gpu"
-    """Kind of device."""
-    cpus: Count | None = Field(default=None, description="a whole number of at least 1")
-    """CPUs that jobs may request in total; none: unlimited."""
-    memory: Bytes | None = Field(default=None, description="a size such as 256GiB")
-    """Main memory that jobs may request in total; none: unlimited."""
-    preemptible: bool = Field(default=False, description="true or false")
-    """Whether the node may disappear at any time. The scheduler fills such nodes last."""
-    gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
-    """GPU type that jobs with a `gpu_type` are matched against; none: unknown."""
-    draining: bool = Field(default=False, description="true or false")
-    """Whether the node is drained: it gets no new replicas, and preemptible jobs leave it."""
-    cpu_slots: int = Field(default=0, ge=0, description="a whole number of at least 0")
-    """Of a node with GPUs: CPU slots beside them, which form a further node, NAME-cpu, for jobs
-    with `device: cpu`. Its CPUs and its part of the memory are taken from `cpus` and `memory`."""
-    beside: NodeName | None = Field(default=None, description="the name of a node with GPUs")
-    """Of a node with CPU slots: the node with GPUs on the same machine; `cpu_slots` sets it. Only
-    jobs with `device: cpu` run here."""
-    single_stage: bool = Field(default=False, description="true or false")
-    """Whether replicas with several stages cannot run on the node: its slots are MIG slices, and a
-    process sees one of them. The local backend finds this out itself."""
-    topology: dict[LevelName, DomainName] = Field(
-        default={}, description="a mapping such as {zone: a, rack: r1}"
-    )
-    """Its domain at each of the cluster's `levels`; a missing one: unknown."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.beside is not None and (self.kind != "cpu" or self.beside == self.name):
-            raise problem_at(
-                ("beside",),
-                f"'{self.beside}' is for a node with kind: cpu, and names another node; leave it "
-                "out, or give cpu_slots to the node with GPUs instead",
-            )
-        if self.cpu_slots and self.kind == "cpu":
-            raise problem_at(
-                ("cpu_slots",), f"{self.cpu_slots} are for a node with kind: gpu; raise slots"
-            )
-        if self.cpu_slots and self.cpus is not None and self.cpu_slots >= self.cpus:
-            raise problem_at(
-                ("cpu_slots",),
-                f"{self.cpu_slots} leave none of cpus = {self.cpus} to jobs on the GPUs; lower the "
-                "one or raise the other",
-            )
-        if self.cpu_slots and self.memory is not None and self.cpus is None:
-            raise problem_at(
-                ("cpus",), "is missing; it says which part of memory belongs to the cpu_slots"
-            )
-        return self
-
-    def parts(self) -> tuple[Self, ...]:
-        """Return the node, and the one of its CPU slots if it has any.
-
-        Example:
-            >>> gpus, cpus = NodeSpec(name="a", slots=8, cpus=64, cpu_slots=16).parts()
-            >>> gpus.cpus, cpus.name, cpus.slots
-            (48, 'a-cpu', 16)
-        """
-        if not self.cpu_slots:
-            return (self,)
-        cpus, memory, slots = self.cpus, self.memory, self.cpu_slots
-        share = memory and cpus and max(memory * slots // cpus, 1)
-        whole = {
-            "cpu_slots": 0,
-            "cpus": cpus and cpus - slots,
-            "memory": share and memory and max(memory - share, 1),
-        }
-        beside = {
-            "name": f"{self.name}-cpu",
-            "slots": slots,
-            "kind": "cpu",
-            "beside": self.name,
-            "cpus": slots,
-            "memory": share,
-            "gpu_type": None,
-            "single_stage": False,
-            "cpu_slots": 0,
-        }
-        return self.model_copy(update=whole), self.model_copy(update=beside)
-
-
-class ClusterSpec(Spec):
-    """The nodes of a cluster."""
-
-    nodes: List[NodeSpec] = Field(description="a list of nodes")
-    """The nodes; at least one. Those of `cpu_slots` are added."""
-    levels: List[LevelName] = Field(
-        default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
-    )
-    """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
-    name in different wider domains differ. None: all nodes are equally close."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        names = [node.name for node in self.nodes]
-        _check_names("nodes", names)
-        for index, node in enumerate(self.nodes):
-            if node.cpu_slots and node.parts()[1].name in names:
-                raise problem_at(
-                    ("nodes", index, "cpu_slots"),
-                    f"they form a node '{node.parts()[1].name}', which there is already; "
-                    "rename one of them",
-                )
-        twice = [level for level, times in Counter(self.levels).items() if times > 1]
-        if twice:
-            raise problem_at(("levels",), f"names '{twice[0]}' twice; name each level once")
-        for number, node in enumerate(self.nodes):
-            for level in sorted(node.topology.keys() - set(self.levels)):
-                known = f"those are {', '.join(self.levels)}" if self.levels else "there are none"
-                raise problem_at(
-                    ("nodes", number, "topology", level),
-                    f"is not one of the cluster's levels; {known}, so give it in levels, as in "
-                    "levels: [zone, rack]",
-                )
-        parts = tuple(part for node in self.nodes for part in node.parts())
-        object.__setattr__(self, "nodes", parts)
-        return self
-
-    @property
-    def placed_nodes(self) -> tuple[NodeSpec, ...]:
-        """The nodes, with an entry in their topology for every level that any node has."""
-        return tuple(with_levels(self.nodes, self.levels))
-
-
-def with_levels(nodes: Sequence[NodeSpec], levels: Iterable[str]) -> list[NodeSpec]:
-    """Return all nodes of a cluster with the same levels in their topology, the widest first; empty
-    texts where a node has no domain. Levels at which no node has a domain are left out.
-    """
-    used = [level for level in levels if any(node.topology.get(level) for node in nodes)]
-    return [
-        node.model_copy(
-            update={"topology": {level: node.topology.get(level, "") for level in used}}
-        )
-        for node in nodes
-    ]
 
 
 class ResourceSpec(Spec):
@@ -667,7 +449,7 @@ class JobBatch(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_names("jobs", [job.name for job in self.jobs])
+        check_names("jobs", [job.name for job in self.jobs])
         cycle = cycle_of(self.jobs)
         if cycle is not None:
             index = [job.name for job in self.jobs].index(cycle[0])
@@ -688,24 +470,6 @@ def spell_cycle(cycle: Sequence[str]) -> str:
     )
 
 
-def _check_names(where: str, names: Sequence[str]) -> None:
-    if not names:
-        raise problem_at((where,), "the list is empty; it must have at least 1 entry")
-    first: dict[str, int] = {}
-    for index, name in enumerate(names):
-        if name in first:
-            raise problem_at(
-                (where, index, "name"),
-                f"'{name}' is also the name of {where}[{first[name]}]; give each its own",
-            )
-        first[name] = index
-
-
-def load_cluster(path: str | Path) -> ClusterSpec:
-    """Return the cluster in a `cluster.yaml`; raise `SpecError` if it is invalid."""
-    return load_model(read_yaml_file(path, "nodes:"), ClusterSpec)
-
-
 def load_jobs(path: str | Path) -> list[JobSpec]:
     """Return the jobs in a `jobs.yaml`; raise `SpecError` if it is invalid."""
     return list(load_model(read_yaml_file(path, "jobs:"), JobBatch).jobs)
@@ -719,28 +483,3 @@ def parse_jobs(text: str, source: str) -> list[JobSpec]:
 def parse_job(data: Any, source: str = "job") -> JobSpec:
     """Return the job in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
     return parse_model(data, JobSpec, source)
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def parse_model(data: Any, model: type[M], source: str) -> M:
-    """Return the model in decoded JSON; raise `SpecError` with its `source` if it is invalid."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        found = problems(error.errors(include_url=False), model)
-        raise SpecError(*(f"{source}: {problem.sentence()}" for problem in found)) from None
-
-
-def load_model(document: YamlFile, model: type[M]) -> M:
-    """Return the model in a file; raise `SpecError` with the lines of problems."""
-    try:
-        return model.model_validate(document.data)
-    except ValidationError as error:
-        raise SpecError(
-            *(
-                f"{document.path}:{document.line(problem.place)}: {problem.sentence()}"
-                for problem in problems(error.errors(include_url=False), model, document.written)
-            )
-        ) from None

@@ -27,7 +27,8 @@ from pipollux_utils.text import count
 from pipollux_utils.units import parse_duration
 from pipollux_utils.validation import problem_at
 
-from .job import JobSpec, List, Spec, load_model, parse_model
+from .job import JobSpec
+from .model import List, Spec, load_model, parse_model
 from .names import Name, UserName
 from .notify import NotifySpec, check_team_entries
 

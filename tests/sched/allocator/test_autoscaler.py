@@ -25,7 +25,8 @@ from pipollux_sched.allocator.expander import CommandExpander, ExpanderError
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.report.event_text import event_line
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from tests.sched.processes import processes_of
 from tests.sched.scripts import TOY
 

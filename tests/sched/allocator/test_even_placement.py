@@ -14,7 +14,8 @@ from pipollux_policies import Allocation
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info, node_info
 from pipollux_sched.allocator.strategy import EvenStrategy, Nodes, SchedulableJob
-from pipollux_sched.spec.job import NodeSpec, parse_job
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import parse_job
 
 NODES = {name: node_info(NodeSpec(name=name, slots=4, kind="cpu")) for name in "abc"}
 

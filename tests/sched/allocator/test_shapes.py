@@ -28,7 +28,8 @@ from pipollux_sched.allocator.snapshot import SnapshotReader
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, SchedulableJob
 from pipollux_sched.lifecycle import Exited, Outcome, Phase, Recover, Start
 from pipollux_sched.planning.plan import plan
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, parse_job
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import Point, Store
 from tests.sched.store.stores import serve_nodes
 

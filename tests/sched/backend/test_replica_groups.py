@@ -21,7 +21,7 @@ from pipollux_sched.backend.base import NodesGoneError, Signal
 from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.registry import EngineOptions, make_engine
 from pipollux_sched.lifecycle import Exited, Outcome, Started
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.store import StateDir
 from tests.sched.backend.cluster import NODES, Cluster, Replica, never
 from tests.sched.backends import LaunchFiles, cpu_nodes

@@ -52,14 +52,15 @@ KILLED_AS_IT_TAKES_OVER = """
 import os, sys
 from pathlib import Path
 from pipollux_sched.backend.local import processes
+from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.server.address import ServerAddress
 from tests.sched.test_scheduler import scheduler_on
 
-def die(find, grace):
-    processes.kill(find())
+def die(engine, left, signal):
+    processes.kill(left)
     os._exit(9)
 
-processes.end = die
+LocalEngine.end_left = die
 scheduler_on(Path(sys.argv[1]), address=ServerAddress(port=int(sys.argv[2]))).start()
 """
 """A scheduler at another address, which dies when it has just killed what it cannot look after."""

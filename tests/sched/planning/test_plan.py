@@ -27,15 +27,8 @@ from pipollux_sched.allocator.reasons import Others, explain, misfit
 from pipollux_sched.planning import dry_run
 from pipollux_sched.planning.plan import PlanError, plan
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import (
-    ClusterSpec,
-    JobSpec,
-    NodeSpec,
-    SpecError,
-    load_cluster,
-    load_jobs,
-    parse_job,
-)
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
+from pipollux_sched.spec.job import JobSpec, SpecError, load_jobs, parse_job
 from tests.policies.policy_cases import scaling
 
 HINTS = {

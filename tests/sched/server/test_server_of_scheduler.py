@@ -12,7 +12,8 @@ import pytest
 from pipollux_sched.client.client import Client
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server.address import ServerAddress
-from pipollux_sched.spec.job import ClusterSpec, JobSpec
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec
 from tests.sched.supervised import NODES, SCRIPT
 
 

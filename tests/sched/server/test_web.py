@@ -13,7 +13,8 @@ from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.server import create_app
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import Role
 from pipollux_sched.store import NodeCondition, StateDir

@@ -10,7 +10,8 @@ from pipollux_policies import make_policy
 from pipollux_policies.registry import POLICIES
 from pipollux_sched.allocator.job_infos import job_info, node_info, node_template
 from pipollux_sched.allocator.reasons import misfit
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, SpecError, load_cluster
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
+from pipollux_sched.spec.job import JobSpec, SpecError
 
 GIB = 2**30
 

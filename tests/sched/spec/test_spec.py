@@ -12,15 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipollux_sched.spec.job import (
-    ClusterSpec,
-    JobSpec,
-    NodeSpec,
-    SpecError,
-    load_cluster,
-    load_jobs,
-    parse_job,
-)
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
+from pipollux_sched.spec.job import JobSpec, SpecError, load_jobs, parse_job
 from pipollux_sched.spec.script import resolve_script, with_script_found
 from pipollux_utils.validation import closest
 from tests.extent import examples

@@ -10,7 +10,8 @@ from pipollux_sched.allocator.job_infos import node_info
 from pipollux_sched.backend.base import Launch, Node, SlotAssignment, network_level
 from pipollux_sched.backend.slurm.topology import read_topology
 from pipollux_sched.controller.network_levels import NetworkLevels
-from pipollux_sched.spec.job import SpecError, load_cluster
+from pipollux_sched.spec.cluster import load_cluster
+from pipollux_sched.spec.job import SpecError
 
 CLUSTER = """\
 levels: [zone, rack]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 from pipollux_sched.store import Point, Store
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipollux_sched.scheduler import Scheduler
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.store import (
     JobExistsError,
     StateDir,

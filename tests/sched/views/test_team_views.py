@@ -9,7 +9,8 @@ import pytest
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.team_strategy import uses_of
 from pipollux_sched.lifecycle import Allocate
-from pipollux_sched.spec.job import JobSpec, NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import NodeCondition, Store
 from pipollux_sched.views.teams import list_teams
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -14,7 +13,6 @@ from lightkube.config.kubeconfig import SingleConfig
 from lightkube.operators import not_equal, not_in
 
 from pipollux_sched.backend.base import (
-    POLL_INTERVAL,
     BackendError,
     ClusterUnavailableError,
     Engine,
@@ -27,6 +25,7 @@ from pipollux_sched.backend.base import (
     ReplicaState,
     Signal,
 )
+from pipollux_sched.backend.run_as import refuse_user
 from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 
@@ -45,8 +44,6 @@ from .resource_controller import ResourceController
 from .watches import Mirrors
 
 _LOG = logging.getLogger(__name__)
-RECOVERY = 30.0
-"""Seconds that pods of an earlier scheduler have to end after a kill."""
 
 
 class KubernetesEngine(Engine):
@@ -126,11 +123,7 @@ class KubernetesEngine(Engine):
                 f"job '{spec.name}': servers: {spec.servers} cannot run with TrainJobs, whose pods "
                 "are all alike; serve with --via pod, or leave it out"
             )
-        if spec.run_as is not None:
-            raise SpecError(
-                f"job '{spec.name}': run_as: '{spec.run_as}' is of no use with the kubernetes "
-                "backend, whose pods run as their image says; leave it out"
-            )
+        refuse_user(spec, self.name, "whose pods run as their image says")
         if len(spec.name) > names.MOST_CHARACTERS:
             raise SpecError(
                 f"job '{spec.name}': name: has {len(spec.name)} characters; with the kubernetes "
@@ -244,27 +237,6 @@ class KubernetesEngine(Engine):
         except BackendError as error:  # the container was not started, or the node is gone
             _LOG.debug("no log of pod %s: %s", pod.name, error)
 
-    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End pods of attempts that were not adopted: see `Engine`."""
-        left = [pod for pod in self._pods.values() if pod.key[:2] not in adopted]
-        found = [f"pod {pod.name} on {pod.node or 'no node'}" for pod in left]
-        for signal, seconds in ((Signal.STOP, grace), (Signal.KILL, RECOVERY)):
-            running = [pod.key for pod in left if self._states.of(pod).ended is None]
-            for key in running:
-                self.signal(key, signal)
-            self._await_end(running, seconds)
-        if running := self._running(pod.key for pod in left):
-            raise BackendError(
-                "pods that an earlier scheduler left behind cannot be ended: "
-                + ", ".join(map(names.pod_name, running))
-            )
-        for pod in left:
-            with suppress(ClusterUnavailableError):
-                self.fetch_log(pod.key)
-        for job, attempt in sorted({pod.key[:2] for pod in left}):
-            self.forget(job, attempt)
-        return found
-
     def close(self) -> None:
         """End the watches, and close the connections."""
         self._informers.close()
@@ -330,15 +302,6 @@ class KubernetesEngine(Engine):
         chosen = [view for view in views if wanted <= view.labels.items()]
         used = usage_by_node(pod for informer in self._others for pod in informer.values())
         return make_nodes(chosen, used, ours, self._options)
-
-    def _running(self, keys: Iterable[ReplicaKey]) -> list[ReplicaKey]:
-        pods = filter(None, map(self._find, keys))
-        return [pod.key for pod in pods if self._states.of(pod).ended is None]
-
-    def _await_end(self, keys: Collection[ReplicaKey], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._running(keys) and time.monotonic() < deadline:
-            time.sleep(POLL_INTERVAL)
 
     def _remove(self, pod: PodView) -> None:
         """Delete a pod that has ended; it disappears when our finalizer is removed."""

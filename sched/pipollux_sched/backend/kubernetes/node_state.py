@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lightkube.utils.quantity import parse_quantity
 
 from pipollux_sched.backend.base import Node
-from pipollux_sched.spec.job import NodeSpec, with_levels
+from pipollux_sched.spec.cluster import NodeSpec, with_levels
 
 from .api import Object
 from .names import HOST_NAME_LABEL

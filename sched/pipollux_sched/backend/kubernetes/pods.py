@@ -193,8 +193,7 @@ def resources(
     """Return the resources of a replica: the template's, the job's over them, its devices."""
     requests, limits = dict(asked.get("requests") or {}), dict(asked.get("limits") or {})
     stages = launch.num_stages
-    cpus = program.cpus + stages * program.cpus_per_stage
-    memory = program.memory + stages * program.memory_per_stage
+    cpus, memory = program.cpus_of(stages), program.memory_of(stages)
     if options.device == CPU:
         cpus = max(cpus, stages)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -121,20 +121,6 @@ class TrainJobEngine(KubernetesEngine):
         except BackendError as error:
             _LOG.warning("attempt %d of job %s is not removed: %s", attempt, job, error)
         self._forget_keys(job, attempt)
-
-    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End TrainJobs that were not adopted: see `Engine`."""
-        with_pods = {pod.key[:2] for pod in self._pods.values()}
-        others = [
-            one
-            for one in self._trainjobs.values()
-            if (one.job, one.attempt) not in {*adopted, *with_pods}
-        ]
-        found = super().recover(adopted, grace)
-        for trainjob in others:
-            found.append(f"TrainJob {trainjob.name}")
-            self.forget(trainjob.job, trainjob.attempt)
-        return found
 
     def _find(self, key: ReplicaKey) -> PodView | None:
         return _by_key(self._pods.group(key.job)).get(key)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipollux_sched.backend.base import BackendError, Node
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec, SpecError, load_cluster
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
+from pipollux_sched.spec.job import SpecError
 
 from .environment import Devices
 from .gpus import slots

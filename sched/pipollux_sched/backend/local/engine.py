@@ -10,8 +10,8 @@ If the scheduler is killed they continue, and the next one finds them by their s
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import psutil
 from pipollux_protocol import environment as variables
 from pipollux_sched.backend.base import (
     BackendError,
-    Engine,
     Launch,
     Listing,
     Node,
@@ -29,11 +28,14 @@ from pipollux_sched.backend.base import (
     Signal,
     SlotDevice,
 )
+from pipollux_sched.backend.process_engine import ProcessEngine, refuse_image
 from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess, replicas_in
+from pipollux_sched.backend.replica.variables import result_variables
 from pipollux_sched.backend.result import ReplicaResult
-from pipollux_sched.backend.run_as import as_user_command, check_account
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
+from pipollux_sched.backend.run_as import as_user_command
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
 from . import processes
@@ -46,24 +48,19 @@ from .processes import LocalReplica
 
 def check_local(spec: JobSpec) -> None:
     """Reject a job in a container with `SpecError`: jobs run as processes of this machine."""
-    if spec.image is not None:
-        raise SpecError(
-            f"job '{spec.name}': image: '{spec.image}' cannot be run by the local backend, which "
-            "starts processes of this machine and no containers; remove it, and give as script the "
-            "path of a Python script"
-        )
+    refuse_image(spec, LocalEngine.name, LocalEngine.where)
 
 
-class LocalEngine(Engine):
+class LocalEngine(ProcessEngine[LocalReplica]):
     """Runs every pipeline replica as a torchrun agent on this machine.
 
     Args:
         cluster: see `VirtualNodes`, also for errors.
-        pass_environment: variables of this process passed to jobs, besides those of `.inherited`.
+        pass_environment: see `ProcessEngine`.
     """
 
     name = "local"
-    grows = True
+    where = "this machine"
 
     def __init__(
         self,
@@ -72,19 +69,13 @@ class LocalEngine(Engine):
         *,
         pass_environment: Collection[str] = (),
     ) -> None:
-        self._state_dir = state_dir
+        super().__init__(state_dir, pass_environment)
         self._gpus = LocalGpus(cluster, state_dir)
-        self._pass_on = frozenset(pass_environment)
-        self._replicas: dict[ReplicaKey, LocalReplica] = {}
         # By attempt: torchrun starts to listen seconds after it was given a port.
         self._ports: dict[tuple[str, int], int] = {}
-        self._version = 0
         self._looked = False
-
-    def check(self, spec: JobSpec) -> None:
-        """Reject a job with an image, or of a user as which it cannot run: see `Engine`."""
-        check_local(spec)
-        check_account(spec)
+        self._asked: set[psutil.Process] = set()
+        """Processes of an earlier scheduler that were asked to stop, or whose parents were."""
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the virtual nodes; slots whose GPUs are broken or used by others are left out."""
@@ -93,10 +84,6 @@ class LocalEngine(Engine):
     def devices(self) -> Mapping[str, Sequence[SlotDevice]]:
         """Return the GPUs of the slots, with their use."""
         return self._gpus.devices()
-
-    def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the job's own folder, or one in the state directory."""
-        return program.checkpoints_in(self._state_dir)
 
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a replica; its placement is written to disk before its first process starts."""
@@ -113,10 +100,8 @@ class LocalEngine(Engine):
         self._gpus.hold(key, placement.devices[replica])
         own = {
             **marks(str(self._state_dir.path), key),
-            **variables.RESULT_FILE.write(folder.result(replica)),
+            **result_variables(program, folder.result(replica), folder.agent(replica)),
         }
-        if program.run_as is None:  # others may not enter that folder
-            own |= variables.AGENT_FOLDER.write(folder.agent(replica))
         endpoint = f"{LOOPBACK}:{placement.port}"
         process = ReplicaProcess.start(
             as_user_command(program, agent_command(program, launch, replica, endpoint=endpoint)),
@@ -150,16 +135,17 @@ class LocalEngine(Engine):
                 if found.known:
                     self._replicas.setdefault(key, found)
                     self._gpus.hold(key, self._placed_on(key))
-        self._version += 1
         states = {key: replica.state() for key, replica in self._replicas.items()}
         self._gpus.keep_held({key for key, state in states.items() if state.ended is None})
-        return Listing(self._version, states)
+        return self._listing_of(states)
 
     def holds(self, launch: Launch) -> bool:
         """Return whether the slots of an attempt still refer to the devices that it runs on."""
         nodes = self._gpus.nodes()
-        if not all(name in nodes for name in launch.nodes):
-            return False
+        for assignment in launch.assignments.values():
+            node = nodes.get(assignment.node)
+            if node is None or max(assignment.slots) >= node.spec.slots:
+                return False
         placement = AttemptFolder(self._state_dir, launch.job, launch.attempt).placement()
         # A replica that was not started yet, or has ended, may be missing.
         now = self._devices_of(launch)
@@ -168,18 +154,16 @@ class LocalEngine(Engine):
         )
 
     def forget(self, job: str, attempt: int) -> None:
-        """Remove the folder of an attempt that has ended."""
-        for key in [key for key in self._replicas if key[:2] == (job, attempt)]:
-            del self._replicas[key]
+        """Remove the folder and the port of an attempt: see `Engine`."""
+        super().forget(job, attempt)
         self._ports.pop((job, attempt), None)
-        shutil.rmtree(self._state_dir.attempt(job, attempt), ignore_errors=True)
 
-    def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End what an earlier scheduler left running, found by the environment of processes."""
+    def left_behind(self, adopted: Collection[tuple[str, int]]) -> Mapping[psutil.Process, str]:
+        """Return processes by their environment, as their supervisors may be dead: see `Engine`."""
         place = str(self._state_dir.path)
         spared = {(job, str(attempt)) for job, attempt in adopted}
 
-        def left_behind(environment: Mapping[str, str]) -> bool:
+        def is_left(environment: Mapping[str, str]) -> bool:
             known = (
                 environment.get(variables.JOB_ID.name, ""),
                 environment.get(variables.ATTEMPT.name),
@@ -187,15 +171,23 @@ class LocalEngine(Engine):
             here = environment.get(STATE_DIR) == place
             return here and known[1] is not None and known not in spared
 
-        found = [_describe(process) for process in processes.marked(left_behind)]
-        if found and not processes.end(lambda: processes.marked(left_behind), grace):
-            raise BackendError(
-                f"processes that an earlier scheduler of {place} left behind cannot be ended: "
-                + "; ".join(_describe(process) for process in processes.marked(left_behind))
-            )
-        for key in [key for key in self._replicas if key[:2] not in adopted]:
-            del self._replicas[key]
-        return found
+        return {process: _describe(process) for process in processes.marked(is_left)}
+
+    def end_left(self, left: Collection[psutil.Process], signal: Signal) -> None:
+        """Kill processes, or ask each once to stop, except children of others: see `Engine`.
+
+        An agent passes the signal on, and a worker that gets a second one exits at once.
+        """
+        if signal is Signal.KILL:
+            processes.kill(left)
+            return
+        new = set(left) - self._asked
+        self._asked |= new
+        ids = {process.pid for process in self._asked}
+        for process in new:
+            with suppress(psutil.Error):
+                if process.ppid() not in ids:
+                    process.terminate()
 
     def close(self) -> None:
         """End the thread that watches the GPUs; replicas keep running."""

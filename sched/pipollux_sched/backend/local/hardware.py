@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from pipollux_sched.backend.base import BackendError
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 
 from .gpus.probe import NO_PACKAGE
 from .gpus.probe_process import GpuProbe

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipollux_sched.backend.base import Node, ReplicaKey, SlotDevice
-from pipollux_sched.spec.job import ClusterSpec
+from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.store import StateDir
 
 from .cluster_file import VirtualNodes

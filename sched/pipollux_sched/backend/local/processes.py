@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import psutil
 
-from pipollux_sched.backend.base import POLL_INTERVAL, Ended, ReplicaState, Signal
+from pipollux_sched.backend.base import Ended, ReplicaState, Signal
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.result import ReplicaResult, out_of_memory
 
@@ -63,28 +63,6 @@ def kill(processes: Iterable[psutil.Process]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def end(find: Callable[[], set[psutil.Process]], grace: float, limit: float = 10.0) -> bool:
-    """Ask processes to end, and kill those that still run after `grace` seconds.
-
-    Only the roots among them get the signal: an agent passes it on, and a worker that gets a second
-    one exits at once. Return whether all have ended within `limit` seconds more.
-    """
-    first = find()
-    ids = {process.pid for process in first}
-    for process in first:
-        with suppress(psutil.Error):
-            if process.ppid() not in ids:
-                process.terminate()
-    deadline = time.monotonic() + grace
-    left = first
-    while left and time.monotonic() < deadline + limit:
-        if time.monotonic() >= deadline:
-            kill(left)
-        time.sleep(POLL_INTERVAL)
-        left = find()
-    return not left
-
-
 class LocalReplica:
     """The processes of one replica; it has ended when none of them, found by `marks`, is left."""
 
@@ -101,6 +79,11 @@ class LocalReplica:
         self._clock = clock
         self._over_at: float | None = None
         self._ended: Ended | None = None
+
+    @property
+    def ended(self) -> Ended | None:
+        """How it ended, as far as is known now."""
+        return self.state().ended
 
     def state(self) -> ReplicaState:
         """Return its state; end processes that its agent has left behind."""

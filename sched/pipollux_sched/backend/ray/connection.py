@@ -1,31 +1,27 @@
-"""The connection to the client of a Ray cluster, which `driver` runs in a process of its own."""
+"""The client of a Ray cluster, which `driver` runs in a process of its own, and its snapshots."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
+import math
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipollux_agent import supervisor
-from pipollux_sched.backend.base import POLL_INTERVAL, BackendError, ClusterUnavailableError
+from pipollux_sched.backend.base import ClusterUnavailableError
+from pipollux_sched.backend.client_process import ClientProcess
 from pipollux_sched.backend.replica.last_words import last_lines
 
 CONNECT_TIMEOUT = 60.0
 """Seconds in which the client must have connected and answered once."""
 TIMEOUT = 20.0
 """Seconds in which the client must answer; then it is killed."""
-SLOW = 3.0
-"""Seconds without an answer after which nothing more is sent."""
 RESTART_INTERVAL = 5.0
 """Seconds between two starts of the client."""
-LOG_LIMIT = 2**20
-"""Bytes above which the output of earlier clients is removed."""
+QUIT_PATIENCE = 3.0
+"""Seconds that the client has to do what it was sent last."""
 _DRIVER = Path(__file__).with_name("driver.py")
 
 
@@ -42,182 +38,102 @@ class RayNode(NamedTuple):
     draining: bool
 
 
-class Group(NamedTuple):
-    """The placement group of a replica."""
-
-    node: str
-    """Id of the node that it holds resources on; empty: none yet."""
-    why: str
-    """Why not, in Ray's words."""
-    bundle: Mapping[str, float]
-
-
 class Actor(NamedTuple):
-    """The actor of a replica."""
+    """The actor of a replica, and its placement group."""
 
     phase: str = "none"
-    """`pending`, `running`, `ended` with its launcher, `dead`; `none`: there is no such actor."""
+    """`pending`, `running`, `ended` with the supervisor, `dead`; `none`: there is no such actor."""
     code: int | None = None
-    """How its launcher ended."""
+    """How the supervisor ended."""
     why: str = ""
+    """Why it is dead."""
+    node: str = ""
+    """Id of the node that the group holds resources on; empty: none yet."""
+    waits_for: str = ""
+    """Why not, in Ray's words."""
+    bundle: Mapping[str, float] | None = None
+    """The resources of the group; None: there is no group."""
 
 
 class Snapshot(NamedTuple):
     """The cluster at one time; the keys are ids of nodes and names of replicas."""
 
-    number: int
-    client: int
+    begun: float = 0.0
+    """When it was begun, by the monotonic clock: it shows the effect of messages sent before."""
+    client: int = 0
     """The client that has made it."""
-    done: int
-    """The number of messages that had arrived: see `RayConnection.send`."""
-    nodes: Mapping[str, RayNode]
-    groups: Mapping[str, Group]
-    actors: Mapping[str, Actor]
-    fenced: Mapping[str, int | None]
-    """How many processes of a replica are left after its fence; None: unknown."""
-    checked: Mapping[str, str | None]
-    """What a node does not see; empty: nothing; None: unknown."""
+    nodes: Mapping[str, RayNode] = {}
+    actors: Mapping[str, Actor] = {}
+    results: Sequence[tuple[str, str, Any, str]] = ()
+    """Results, each once, of `fence` of a replica and `check` of a node: which, its name, value and
+    error."""
 
 
-class RayConnection:
-    """Sends messages to the client, and reads its snapshots; no call waits for Ray.
+class RayClient:
+    """Exchanges messages for snapshots; one thread calls `read`, any thread `send`.
 
     Args:
-        log: the file of its output.
-        interval: seconds between two snapshots.
+        log: the file of the client's output.
     """
 
-    def __init__(self, address: str, namespace: str, log: Path, interval: float) -> None:
-        self._arguments, self._log, self._interval = (address, namespace), log, interval
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._sent = self._lost = self._before = self._number = self._client = 0
-        self._asked_at: float | None = None
-        self._started_at = self._answered_at = 0.0
-        self._refused = ""
-        self._is_closed = False
-        self.snapshot: Snapshot | None = None
-        """The last one, perhaps of an earlier client."""
+    def __init__(self, address: str, namespace: str, log: Path) -> None:
+        self._process = ClientProcess(_DRIVER, address, namespace, log=log)
+        self._log = log
+        self._messages: deque[tuple[Any, ...]] = deque()
+        self._number, self._started_at = 0, -math.inf
+        self.refusal = ""
+        """Why the cluster does not answer."""
 
-    def connect(self) -> Snapshot:
-        """Wait for the first snapshot, or raise `BackendError`."""
-        self._start()
-        deadline = time.monotonic() + CONNECT_TIMEOUT
-        while self.snapshot is None:
-            with suppress(ClusterUnavailableError):
-                self.latest()
-            if self._process is None or time.monotonic() > deadline:
-                why = self._refused or f"it does not answer within {CONNECT_TIMEOUT:g} s"
-                raise BackendError(f"no Ray cluster can be used at '{self._arguments[0]}': {why}")
-            time.sleep(POLL_INTERVAL)
-        return self.snapshot
+    def send(self, method: str, *arguments: Any) -> None:
+        """Call a method of `Driver` before the next snapshot; lost without a client."""
+        if self._process.runs:
+            self._messages.append((method, *arguments))
 
-    def latest(self) -> Snapshot:
-        """Return the newest snapshot, or raise `ClusterUnavailableError`."""
-        now = time.monotonic()
-        if (
-            self._process is None
-            and not self._is_closed
-            and now >= self._started_at + RESTART_INTERVAL
-        ):
-            self._start()
+    def read(self) -> Snapshot:
+        """Return a snapshot, or raise `ClusterUnavailableError`."""
+        begun, timeout, found = time.monotonic(), TIMEOUT, None
         try:
-            self._receive()
-            if self._asked_at is None and now >= self._answered_at + self._interval:
-                self._asked_at = now
-                self.send("look")
-        except (EOFError, OSError):
-            self._give_up(self._refused or "its client has ended: " + self._last_line())
-        first = self._number == self._before or self.snapshot is None
-        waited = 0.0 if self._asked_at is None else now - self._asked_at
-        if waited > (CONNECT_TIMEOUT if first else TIMEOUT):
-            self._give_up(f"it has not answered for {waited:.0f} s")
-        if first or self.snapshot is None or waited > SLOW or self._process is None:
-            raise ClusterUnavailableError(f"Ray does not answer: {self._refused or 'it is slow'}")
-        return self.snapshot
-
-    def send(self, method: str, *arguments: Any) -> int:
-        """Send a message: see `Driver`; return the number of those sent, for `Snapshot.done`.
-
-        A message is lost if the client ends; `OSError`: it has ended.
-        """
-        self._sent += 1
-        if self._connection is not None:
-            self._connection.send((method, *arguments))
-        return self._sent
-
-    def close(self) -> None:
-        """End the client for good, once it has done what was sent."""
-        self._is_closed = True
-        if self._process is not None:
-            with suppress(OSError, subprocess.TimeoutExpired):
-                self.send("quit")
-                self._process.wait(SLOW)
-        self._end()
-
-    def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None and self._process.stdin is not None:
-            self._process.kill()
-            self._process.stdin.close()
-            self._process.wait()
-        self._process = self._connection = None
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        is_large = self._log.exists() and self._log.stat().st_size > LOG_LIMIT
-        mode = "wb" if is_large else "ab"
-        with theirs, open(self._log, mode, opener=supervisor.private) as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_DRIVER), str(theirs.fileno()), *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
-        self._client += 1
-        self._started_at = self._answered_at = time.monotonic()
-        self._before, self._lost, self._asked_at = self._number, self._sent, None
-
-    def _receive(self) -> None:
-        while self._connection is not None and self._connection.poll(0):
-            kind, *content = self._connection.recv()
-            if kind == "failed":
-                self._give_up(_sentence(content[0]))
-                return
-            self._asked_at, self._answered_at = None, time.monotonic()
-            done, found = content
-            if found is not None:
-                self._number += 1
-                self._refused = ""
-                self.snapshot = self._snapshot(self._lost + done, found)
-
-    def _snapshot(self, done: int, found: Mapping[str, Any]) -> Snapshot:
+            if not self._process.runs:
+                self._note_start(begun)
+                timeout = CONNECT_TIMEOUT
+            self._process.send(self._pop_messages(), timeout)
+            found, why = self._process.receive(timeout)
+        except TimeoutError as error:
+            why = str(error)
+        except (OSError, ValueError):
+            why = f"its client has ended: {(last_lines(self._log, 1) or ['it printed nothing'])[0]}"
+        if found is None:
+            self._process.close()
+            self.refusal = _sentence(why) or self.refusal
+            raise ClusterUnavailableError(f"Ray does not answer: {self.refusal}")
+        nodes, actors, results = found
         return Snapshot(
-            number=self._number,
-            client=self._client,
-            done=done,
-            nodes={key: RayNode(*node) for key, node in found["nodes"].items()},
-            groups={key: Group(*group) for key, group in found["groups"].items()},
-            actors={key: Actor(*actor) for key, actor in found["actors"].items()},
-            fenced={key: left for key, (left, _) in found["fenced"].items()},
-            checked={key: lost for key, (lost, _) in found["checked"].items()},
+            begun,
+            self._number,
+            {key: RayNode(*node) for key, node in nodes.items()},
+            {key: Actor(*actor) for key, actor in actors.items()},
+            results,
         )
 
-    def _give_up(self, why: str) -> None:
-        self._refused = why
-        self._end()
+    def close(self) -> None:
+        """End the client, once it has done what was sent."""
+        if self._process.runs:
+            with suppress(OSError):
+                self._process.send(self._pop_messages(), QUIT_PATIENCE)
+        self._process.close(QUIT_PATIENCE)
 
-    def _last_line(self) -> str:
-        return (last_lines(self._log, 1) or ["it printed nothing"])[0]
+    def _note_start(self, now: float) -> None:
+        if now < self._started_at + RESTART_INTERVAL:
+            raise TimeoutError
+        self._number, self._started_at = self._number + 1, now
+
+    def _pop_messages(self) -> list[tuple[Any, ...]]:
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
 
 def _sentence(error: str) -> str:
     """Return the error of `ray.init` in one sentence."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     if "Version mismatch" in lines[0]:
         versions = [line for line in lines if line.startswith(("Ray:", "Python:"))]
         theirs, ours = ", ".join(versions[:2]), ", ".join(versions[2:4])

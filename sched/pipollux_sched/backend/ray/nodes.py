@@ -6,11 +6,11 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from pipollux_sched.backend.base import Node
 from pipollux_sched.backend.local.hardware import node_name
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 
 from .connection import RayNode, Snapshot
 
@@ -36,25 +36,20 @@ class NodeTable:
         self._clock = clock
         self._taken: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         self._nodes: dict[str, Node] = {}
-        self._looked = 0
+        self._seen: Snapshot | None = None
 
-    def look(self, snapshot: Snapshot, missing: Mapping[str, str]) -> dict[str, Node]:
-        """Return the nodes by name; `missing` has the result of the check of each checked node."""
-        if snapshot.number != self._looked:
-            self._looked = snapshot.number
+    def look(self, snapshot: Snapshot, checked: Mapping[str, str]) -> dict[str, Node]:
+        """Return the nodes by name; `checked` has why nothing can run on one, if it is checked."""
+        if snapshot is not self._seen:
+            self._seen = snapshot
             self._name(snapshot.nodes)
-            held = _held(snapshot)
-            taken = {
-                key: {what: self._taken_of(key, what, node, held) for what in node.total}
-                for key, node in snapshot.nodes.items()
-            }
-            self._nodes = {
-                self._names[key]: made
-                for key, node in snapshot.nodes.items()
-                if key in missing
-                and (made := _node(self._names[key], node, taken[key], missing[key])) is not None
-            }
-            self._nodes = dict(sorted(self._nodes.items()))
+            held, found = _held(snapshot), {}
+            for key, node in snapshot.nodes.items():
+                taken = {what: self._taken_of(key, what, node, held) for what in node.total}
+                made = _node(self._names[key], node, taken, checked.get(key, ""))
+                if made is not None and key in checked:
+                    found[made.spec.name] = made
+            self._nodes = dict(sorted(found.items()))
         return self._nodes
 
     def id_of(self, name: str) -> str | None:
@@ -84,13 +79,13 @@ class NodeTable:
 def _held(snapshot: Snapshot) -> dict[tuple[str, str], float]:
     """Return how much our placement groups hold, by node and resource."""
     held: dict[tuple[str, str], float] = defaultdict(float)
-    for group in snapshot.groups.values():
-        for what, amount in group.bundle.items():
-            held[group.node, what] += amount
+    for actor in snapshot.actors.values():
+        for what, amount in (actor.bundle or {}).items():
+            held[actor.node, what] += amount
     return held
 
 
-def _node(name: str, node: RayNode, taken: Mapping[str, float], missing: str) -> Node | None:
+def _node(name: str, node: RayNode, taken: Mapping[str, float], broken: str) -> Node | None:
     """Return a node, or None for one without devices: its GPUs are slots, else its CPUs."""
     on_gpus = node.total.get("GPU", 0) >= 1
     device = "GPU" if on_gpus else "CPU"
@@ -111,23 +106,6 @@ def _node(name: str, node: RayNode, taken: Mapping[str, float], missing: str) ->
         gpu_type=node.labels.get(_GPU_TYPE) if on_gpus else None,
     )
     others = min(math.ceil(taken[device]), slots)
-    reasons = _reasons(node, others, f"{others} of {slots} {device}s", missing)
-    return Node(
-        spec,
-        taken=others,
-        ready=not missing,
-        draining=node.draining,
-        reason=next(iter(reasons), ""),
-    )
-
-
-def _reasons(node: RayNode, others: int, share: str, missing: str) -> Iterable[str]:
-    if missing:
-        yield (
-            f"it does not see {missing}, or cannot write it; keep state, Python and Pipollux in "
-            "folders that all nodes share"
-        )
-    if node.draining:
-        yield "Ray drains it"
-    if others:
-        yield f"other work of the Ray cluster holds {share}"
+    busy = f"other work of the Ray cluster holds {others} of {slots} {device}s" if others else ""
+    reason = broken or ("Ray drains it" if node.draining else busy)
+    return Node(spec, others, ready=not broken, draining=node.draining, reason=reason)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pipollux_agent
+from pipollux_agent import supervisor
 from pipollux_protocol.exit_statuses import STOPPED
 from pipollux_sched.backend.base import Launch, ReplicaProgram
+from pipollux_sched.backend.run_as import as_user_command
+from pipollux_sched.store import StateDir
 
-from .variables import processes_of_replica
+from .replica_process import LOG_LIMIT, memory_option
+from .step_files import StepFiles
+from .variables import processes_of_replica, step_variables
 
 _AGENT = Path(pipollux_agent.__file__).with_name("agent.py")
 """Not imported, because it imports torch."""
@@ -38,6 +45,44 @@ def agent_command(
         *at,
         *_options(program, launch, replica),
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What starts the supervisor of a replica on a node that has the same paths."""
+
+    command: list[str]
+    """The supervisor, with the agent."""
+    environment: Mapping[str, str]
+    directory: str
+
+    @classmethod
+    def of(
+        cls,
+        program: ReplicaProgram,
+        launch: Launch,
+        replica: int,
+        state_dir: StateDir,
+        *,
+        on_gpus: bool,
+        pass_on: Collection[str],
+    ) -> Step:
+        """Return that of a replica: see `step_variables`."""
+        key = launch.key(replica)
+        files, log = StepFiles.of(state_dir, key), state_dir.log(*key)
+        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own += [*memory_option(program.memory_limit), "--step", str(files.base), str(log)]
+        agent = as_user_command(program, agent_command(program, launch, replica))
+        environment = step_variables(
+            program, launch, replica, on_gpus=on_gpus, result=files.result, pass_on=pass_on
+        )
+        # Another user's folder is entered as that user: see `as_user`.
+        directory = Path("/") if program.run_as else program.directory or Path.cwd()
+        return Step(
+            command=[*own, str(LOG_LIMIT), *agent],
+            environment=environment,
+            directory=str(directory),
+        )
 
 
 def agent_in_container(

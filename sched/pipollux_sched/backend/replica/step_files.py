@@ -12,8 +12,9 @@ import json
 import os
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from pipollux_agent import supervisor
 from pipollux_sched.backend.base import ReplicaKey
@@ -21,6 +22,7 @@ from pipollux_sched.backend.result import ReplicaResult, out_of_memory
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
 
+T = TypeVar("T")
 _SIGNAL_SIZE = 8
 _STEP_NAME = re.compile(r"(?P<job>[^./\s]+)\.a(?P<attempt>\d+)\.r(?P<replica>\d+)")
 
@@ -53,14 +55,41 @@ class StepFiles:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.record, self.signal, self.exit, self.result = (
-            base.with_name(f"{base.name}.{kind}") for kind in ("json", "signal", "exit", "result")
+        self.record, self.signal, self.exit, self.result = map(
+            self.path, ("json", "signal", "exit", "result")
         )
 
     @classmethod
     def of(cls, state_dir: StateDir, key: ReplicaKey) -> Self:
         """Return the files of a replica."""
         return cls(state_dir.attempt(key.job, key.attempt) / f"replica-{key.replica}")
+
+    def path(self, kind: str) -> Path:
+        """Return one of the files by the end of its name."""
+        return self.base.with_name(f"{self.base.name}.{kind}")
+
+    def has(self, kind: str) -> bool:
+        """Return whether there is a file that is written on the node."""
+        self._refresh()
+        return self.path(kind).exists()
+
+    def remove(self) -> None:
+        """Remove the files of an earlier start, or raise OSError."""
+        for path in self.base.parent.glob(f"{self.base.name}.*"):
+            if path.is_file():  # or a folder of the agent
+                path.unlink(missing_ok=True)
+
+    def write_record(self, record: Any) -> None:
+        """Write a dataclass durably, or raise OSError; a second time needs no space on a disk."""
+        write = supervisor.overwrite_status if self.record.exists() else supervisor.write_status
+        write(self.record, asdict(record))
+
+    def read_record(self, kind: type[T]) -> T | None:
+        """Read the record; None if there is none, or it is of another version."""
+        try:
+            return kind(**json.loads(self.record.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def prepare_signal(self) -> None:
         """Create the file of the signal, or raise OSError.
@@ -82,8 +111,8 @@ class StepFiles:
 
     def read_exit(self) -> int | None:
         """Return the exit status of the agent; None if there is none."""
+        self._refresh()
         try:
-            os.listdir(self.base.parent)  # over NFS, a new file becomes visible only after this
             return int(json.loads(self.exit.read_text(encoding="ascii"))["code"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -95,6 +124,10 @@ class StepFiles:
             limit, used = json.loads(self.exit.read_text(encoding="ascii"))["memory"]
             result = result._replace(error=out_of_memory(int(limit), int(used)))
         return result._replace(asked=result.asked or self._was_asked())
+
+    def _refresh(self) -> None:
+        with suppress(OSError):
+            os.listdir(self.base.parent)  # over NFS, a new file becomes visible only after this
 
     def _was_asked(self) -> bool:
         try:

@@ -84,12 +84,18 @@ def step_variables(
     scheduler besides those of `inherited`.
     """
     passed = inherited(os.environ, pass_on)
-    # An agent of another user may not enter the folder of the result.
-    agent = result.with_suffix(".agent")
     return {
         **{name: value for name, value in passed.items() if name not in _SET_ON_NODES},
         **replica_variables(program, launch, replica),
         **(gpu_variables if on_gpus else cpu_variables)(launch.num_stages),
-        **variables.RESULT_FILE.write(result),
-        **({} if program.run_as else variables.AGENT_FOLDER.write(agent)),
+        **result_variables(program, result, result.with_suffix(".agent")),
     }
+
+
+def result_variables(program: ReplicaProgram, result: Path, agent: Path) -> dict[str, str]:
+    """Return the variables of the result file, and of the folder of the agent.
+
+    An agent of another user may not enter that folder.
+    """
+    folder = {} if program.run_as else variables.AGENT_FOLDER.write(agent)
+    return {**variables.RESULT_FILE.write(result), **folder}

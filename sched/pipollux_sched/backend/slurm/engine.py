@@ -8,15 +8,12 @@ of the state directory finds them by their names.
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from pipollux_sched.backend.base import (
-    BackendError,
     ClusterUnavailableError,
     Engine,
     Launch,
@@ -26,27 +23,33 @@ from pipollux_sched.backend.base import (
     ReplicaProgram,
     Signal,
 )
+from pipollux_sched.backend.process_engine import ProcessEngine
 from pipollux_sched.backend.registry import EngineOptions
-from pipollux_sched.backend.replica.command import agent_command
 from pipollux_sched.backend.replica.step_files import read_step_name, step_name
-from pipollux_sched.backend.run_as import as_user_command, check_account
-from pipollux_sched.spec.job import JobSpec, NodeSpec, SpecError
+from pipollux_sched.backend.replica.step_replica import find_records
+from pipollux_sched.backend.snapshot_watch import SnapshotWatch
+from pipollux_sched.spec.cluster import NodeSpec
 from pipollux_sched.store import StateDir
 
-from .commands import SignalSender
-from .node_check import NodeChecks
+from .commands import SignalSender, controller_variables
+from .node_check import StepChecks
 from .nodes import NodeStates, is_silent, is_unknown
 from .orphans import Orphans
 from .output import StepLine
 from .pools import Pools, own_allocation
-from .record import ReplicaFiles, ReplicaRecord, find_records
+from .record import ReplicaRecord
 from .replica_step import ReplicaStep, why_gone
-from .snapshot import REFRESH_INTERVAL, SlurmAllocation, SlurmReader, SlurmSnapshot, SlurmWatch
-from .step_command import srun_command, step_environment
+from .snapshot import (
+    HURRIED_INTERVAL,
+    REFRESH_INTERVAL,
+    SlurmAllocation,
+    SlurmReader,
+    SlurmSnapshot,
+)
+from .step_command import srun_command
 
-_LOG = logging.getLogger(__name__)
-KILL_PATIENCE = 30.0
-"""Seconds that steps without a scheduler have to end after a kill."""
+RECOVERY_INTERVAL = 0.5
+"""Seconds between two snapshots while steps of an earlier scheduler are ended."""
 
 
 def make(options: EngineOptions) -> Engine:
@@ -60,12 +63,12 @@ def make(options: EngineOptions) -> Engine:
     return SlurmEngine(options.state_dir, pools, pass_environment=options.pass_environment)
 
 
-class SlurmEngine(Engine):
+class SlurmEngine(ProcessEngine[ReplicaStep]):
     """Runs every replica as a step of an allocation.
 
     Args:
         state_dir: on storage that all nodes share.
-        pass_environment: variables of this process passed to jobs, besides those of `inherited`.
+        pass_environment: see `ProcessEngine`.
         interval: seconds between two snapshots of Slurm.
 
     Raises:
@@ -73,7 +76,6 @@ class SlurmEngine(Engine):
     """
 
     name = "slurm"
-    grows = True
 
     def __init__(
         self,
@@ -83,20 +85,27 @@ class SlurmEngine(Engine):
         pass_environment: Collection[str] = (),
         interval: float = REFRESH_INTERVAL,
     ) -> None:
-        self._state_dir = state_dir
+        super().__init__(state_dir, pass_environment)
         self._pools = pools
-        self._pass_on = frozenset(pass_environment)
         self._view = NodeStates()
         self._specs: dict[str, NodeSpec] = {}
         """Specs of the last listed nodes."""
-        self._version = self._orphans_seen = 0
+        self._orphans_seen = 0
         self._recovered = False
         self._signals = SignalSender()
         self._orphans = Orphans(self._signals)
-        self._checks = NodeChecks(state_dir)
-        self._replicas = {key: self._find(key, record) for key, record in find_records(state_dir)}
-        reader = SlurmReader(pools.choose)
-        self._slurm = SlurmWatch(reader, interval, self._on_snapshot)
+        self._checks = StepChecks(state_dir)
+        self._replicas = {
+            key: ReplicaStep.find(key, record, state_dir)
+            for key, record in find_records(state_dir, ReplicaRecord)
+        }
+        self._slurm = SnapshotWatch(
+            SlurmReader(pools.choose).read,
+            SlurmSnapshot(),
+            self._on_snapshot,
+            interval=interval,
+            hurried=HURRIED_INTERVAL,
+        )
         try:
             self._slurm.start()
             self._checks.wait()
@@ -108,16 +117,6 @@ class SlurmEngine(Engine):
     def lost(self) -> str | None:
         """Why there are no nodes any more: see `Engine`."""
         return self._pools.lost
-
-    def check(self, spec: JobSpec) -> None:
-        """Reject a job that runs in a container: see `Engine`."""
-        if spec.image is not None:
-            raise SpecError(
-                f"job '{spec.name}': image: '{spec.image}' cannot be run by the slurm backend, "
-                "which starts processes of the nodes and no containers; remove it, and give as "
-                "script the path of a Python script"
-            )
-        check_account(spec)
 
     def nodes(self) -> Mapping[str, Node]:
         """Return the checked nodes of the running allocations: see `Engine`."""
@@ -146,48 +145,33 @@ class SlurmEngine(Engine):
                 why = f"its allocation {job.job} ends: {job.state}"
                 yield record.node, Node(spec, draining=True, reason=why)
 
-    def checkpoints(self, program: ReplicaProgram) -> str:
-        """Return the folder that all nodes share: see `Engine`."""
-        return program.checkpoints_in(self._state_dir)
-
     def start(self, program: ReplicaProgram, launch: Launch, replica: int) -> None:
         """Start a step: see `Engine`."""
         key = launch.key(replica)
         if key in self._replicas:
             return
-        self._slurm.check()
         node = launch.assignments[replica].node
-        if is_unknown(self._slurm.latest.nodes.get(node)):
+        if is_unknown(self._slurm.check().nodes.get(node)):
             raise ClusterUnavailableError(f"Slurm does not know the state of node {node} yet")
         allocation = self._allocation_with(node)
         share = allocation.shares[node]
-        files = ReplicaFiles.of(self._state_dir, key)
+        step = self._step(program, launch, replica, on_gpus=share.gpus > 0)
         command = srun_command(
-            as_user_command(program, agent_command(program, launch, replica)),
+            step,
             pool=allocation.job.job,
             node=node,
             name=step_name(key),
             share=share,
             program=program,
             num_stages=launch.num_stages,
-            base=files.base,
-            log=self._state_dir.log(*key),
-        )
-        environment = step_environment(
-            program,
-            launch,
-            replica,
-            on_gpus=share.gpus > 0,
-            result=files.result,
-            pass_on=self._pass_on,
         )
         self._replicas[key] = ReplicaStep.start(
             key,
             ReplicaRecord(pool=allocation.job.job, node=node),
-            files,
-            self._state_dir.log(*key),
+            self._state_dir,
             command=command,
-            environment=environment,
+            # srun passes all of its environment on to the replica.
+            environment={**controller_variables(os.environ), **step.environment},
         )
         self._slurm.hurry()
 
@@ -204,49 +188,67 @@ class SlurmEngine(Engine):
 
     def listing(self) -> Listing:
         """Return all replicas: see `Engine`."""
-        self._slurm.check()
-        snapshot = self._slurm.latest
-        self._version += 1
+        snapshot = self._slurm.check()
         states = {key: step.look(snapshot) for key, step in self._replicas.items()}
         if any(step.unsettled for step in self._replicas.values()):
             self._slurm.hurry()
         self._signals.look()
         if self._recovered and snapshot.number != self._orphans_seen:
             self._kill_strays(snapshot)
-        return Listing(self._version, states)
+        return self._listing_of(states)
 
-    def forget(self, job: str, attempt: int) -> None:
-        """Remove the folder of an attempt: see `Engine`."""
-        forgotten = [key for key in self._replicas if key[:2] == (job, attempt)]
-        if any(self._replicas[key].ended is None for key in forgotten):
-            return
-        for key in forgotten:
-            del self._replicas[key]
-        shutil.rmtree(self._state_dir.attempt(job, attempt), ignore_errors=True)
+    def left_behind(self, adopted: Collection[tuple[str, int]]) -> Mapping[ReplicaKey, str]:
+        """Return the replicas that have not ended, and steps without a record: see `Engine`."""
+        snapshot = self._slurm.latest
+        if time.monotonic() >= snapshot.begun + RECOVERY_INTERVAL:
+            snapshot = self._slurm.refresh()
+        found = {key: step.step for key, step in self._listed(snapshot, adopted).items()}
+        for key, replica in self._replicas.items():
+            state = replica.look(snapshot)
+            if state.ended is not None:
+                if state.ended.status is not None:  # its step is over, even if Slurm lists it
+                    found.pop(key, None)
+            elif key[:2] not in adopted:
+                found.setdefault(key, state.handle)
+        return {
+            key: f"step {handle} of job {key.job} ({step_name(key)})"
+            for key, handle in sorted(found.items())
+        }
+
+    def end_left(self, left: Collection[ReplicaKey], signal: Signal) -> None:
+        """Signal replicas; kill steps without a record, which cannot save: see `Engine`."""
+        super().end_left(left, signal)
+        if signal is Signal.KILL or not self._replicas.keys() >= set(left):
+            with suppress(ClusterUnavailableError):
+                self._kill_strays(self._slurm.latest)
+
+    def why_not_ended(self, left: Mapping[ReplicaKey, str]) -> str:
+        """Return that nodes do not answer, if so: steps that Slurm lists for ever do not matter."""
+        snapshot = self._slurm.latest
+        nodes: dict[str, set[str]] = {}
+        for (_, name), step in snapshot.steps.items():
+            nodes.setdefault(name, set()).add(step.node)
+        for key, replica in self._replicas.items():
+            nodes.setdefault(step_name(key), set()).add(replica.record.node)
+        silent = [
+            line
+            for key, line in left.items()
+            if any(is_silent(snapshot.nodes.get(node)) for node in nodes.get(step_name(key), ()))
+        ]
+        if not silent:
+            return ""
+        return (
+            f"steps that an earlier scheduler of {self._state_dir.path} left behind cannot be "
+            f"ended, as their nodes do not answer: {'; '.join(silent)}; start the scheduler again "
+            "when the nodes are back or declared down"
+        )
 
     def recover(self, adopted: Collection[tuple[str, int]], grace: float) -> list[str]:
-        """End steps of attempts that were not adopted: see `Engine`."""
-        kept = set(adopted)
-        found = self._left_behind(self._slurm.refresh(), kept)
-        lines = [f"step {handle} of job {key.job} ({step_name(key)})" for key, handle in found]
-        for signal, patience in ((Signal.STOP, grace), (Signal.KILL, KILL_PATIENCE)):
-            deadline = time.monotonic() + patience
-            while self._is_awaited(found, signal) and time.monotonic() < deadline:
-                self._end_left(found, signal)
-                time.sleep(min(0.5, max(deadline - time.monotonic(), 0.0)))
-                found = self._left_behind(self._slurm.refresh(), kept)
-        silent = self._out_of_reach(found)
-        if silent:
-            steps = "; ".join(f"{handle} ({step_name(key)})" for key, handle in silent)
-            raise BackendError(
-                f"steps that an earlier scheduler of {self._state_dir.path} left behind cannot be "
-                f"ended, as their nodes do not answer: {steps}; start the scheduler again when the "
-                "nodes are back or declared down"
-            )
-        for job, attempt in {key[:2] for key in self._replicas} - kept:
-            self.forget(job, attempt)
+        """End steps of attempts that were not adopted, and strays from now on: see `Engine`."""
+        can_save = any(key in self._replicas for key in self.left_behind(adopted))
+        found = super().recover(adopted, grace if can_save else 0.0)
         self._recovered = True
-        return lines
+        return found
 
     def close(self) -> None:
         """End the threads: see `Engine`."""
@@ -255,10 +257,6 @@ class SlurmEngine(Engine):
         self._checks.close()
         self._pools.close(self._busy())
         self._signals.close()
-
-    def _find(self, key: ReplicaKey, record: ReplicaRecord) -> ReplicaStep:
-        files = ReplicaFiles.of(self._state_dir, key)
-        return ReplicaStep.find(key, record, files, self._state_dir.log(*key))
 
     def _on_snapshot(self, snapshot: SlurmSnapshot) -> None:
         self._checks.look(snapshot)
@@ -275,20 +273,6 @@ class SlurmEngine(Engine):
             if node in allocation.shares:
                 return allocation
         raise ClusterUnavailableError(f"no allocation of Slurm's has node {node} any more")
-
-    def _left_behind(
-        self, snapshot: SlurmSnapshot, kept: Collection[tuple[str, int]]
-    ) -> list[tuple[ReplicaKey, str]]:
-        """Return the replicas that have not ended, except adopted attempts, with their handles."""
-        found = {key: step.step for key, step in self._listed(snapshot, kept).items()}
-        for key, replica in self._replicas.items():
-            state = replica.look(snapshot)
-            if state.ended is not None:
-                if state.ended.status is not None:  # its step is over, even if Slurm lists it
-                    found.pop(key, None)
-            elif key[:2] not in kept:
-                found.setdefault(key, state.handle)
-        return sorted(found.items())
 
     def _listed(
         self,
@@ -317,31 +301,3 @@ class SlurmEngine(Engine):
         others = found.keys() - {replica.key for replica in unfinished}
         self._orphans.look({key: found[key] for key in others}, snapshot)
         self._pools.replace({step.pool: step.why for step in self._orphans.stuck})
-
-    def _end_left(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> None:
-        for key, _ in found:
-            if key in self._replicas:
-                with suppress(ClusterUnavailableError):
-                    self.signal(key, signal)
-        if signal is Signal.KILL:
-            self._kill_strays(self._slurm.latest)
-
-    def _is_awaited(self, found: Collection[tuple[ReplicaKey, str]], signal: Signal) -> bool:
-        """Return whether a signal is useful: a step without a record has nothing to save."""
-        return any(signal is Signal.KILL or key in self._replicas for key, _ in found)
-
-    def _out_of_reach(
-        self, found: Collection[tuple[ReplicaKey, str]]
-    ) -> list[tuple[ReplicaKey, str]]:
-        """Return the steps whose node does not answer, so that they got no signal."""
-        snapshot = self._slurm.latest
-        nodes: dict[str, set[str]] = {}
-        for (_, name), step in snapshot.steps.items():
-            nodes.setdefault(name, set()).add(step.node)
-        for key, replica in self._replicas.items():
-            nodes.setdefault(step_name(key), set()).add(replica.record.node)
-        return [
-            (key, handle)
-            for key, handle in found
-            if any(is_silent(snapshot.nodes.get(node)) for node in nodes.get(step_name(key), ()))
-        ]

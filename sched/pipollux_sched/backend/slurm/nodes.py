@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from pipollux_sched.backend.base import Node
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 
 from .output import NodeLine, Share
 from .snapshot import SlurmSnapshot

@@ -14,7 +14,14 @@ from pipollux_agent import supervisor
 from pipollux_sched.backend.base import Ended, ReplicaKey, ReplicaState, Signal
 from pipollux_sched.backend.replica.last_words import last_lines
 from pipollux_sched.backend.replica.replica_process import SessionProcess
-from pipollux_sched.backend.replica.step_files import step_name
+from pipollux_sched.backend.replica.step_replica import (
+    EXIT_PATIENCE,
+    GONE,
+    KILL_PATIENCE,
+    StepReplica,
+    end_in_files,
+)
+from pipollux_sched.store import StateDir
 from pipollux_sched.store.log_files import read_tail
 
 from .commands import is_away
@@ -23,9 +30,6 @@ from .output import StepLine
 from .record import ReplicaFiles, ReplicaRecord
 from .snapshot import SlurmSnapshot
 
-EXIT_PATIENCE = 6.0
-"""Seconds until an exit status written on a node is visible here, and for the end of a step that
-Slurm no longer reaches: see `GONE`."""
 GONE_PATIENCE = 10.0
 """Seconds for srun to end after its node or allocation is gone, or its replica was killed."""
 COMPLETING_PATIENCE = 40.0
@@ -34,11 +38,6 @@ and some more."""
 LISTED_PATIENCE = 15.0
 """Seconds for which Slurm may list a step with an exit status: a controller that has forgotten the
 end lists it forever."""
-GONE = "gone"
-"""Signal to a step, by a file alone, when Slurm reports its node or allocation as gone: its
-processes may still run, for example if only slurmd is dead, while others replace them."""
-KILL_PATIENCE = 5.0
-"""Seconds for the first process of a step to kill the others, before Slurm kills all."""
 SETTLE_TIME = 30.0
 """Seconds after a start, a signal or an end for which snapshots are taken sooner."""
 _SLURM_LINE = re.compile(r"(?:srun|slurmstepd\S*): (?:error: |\S)")
@@ -53,31 +52,26 @@ _LINES = 40
 """Lines at the end of srun's output that are searched for Slurm's messages, and kept."""
 
 
-class ReplicaStep:
-    """A replica that this scheduler or an earlier one has started, until it is forgotten.
+class ReplicaStep(StepReplica):
+    """A replica whose supervisor is the task of a step.
 
     Its output goes to `log`, with Slurm's messages at the end.
     """
+
+    kind = ReplicaFiles
+    _files: ReplicaFiles
 
     def __init__(
         self,
         key: ReplicaKey,
         record: ReplicaRecord,
-        files: ReplicaFiles,
-        log: Path,
+        state_dir: StateDir,
         srun: SessionProcess,
     ) -> None:
-        self.key = key
+        super().__init__(key, state_dir)
         self.record = record
-        self.name = step_name(key)
-        self.ended: Ended | None = None
-        self._files = files
-        self._log = log
         self._srun = srun
         self._began_at = time.monotonic()
-        self._told = self._written = files.read_signal()
-        self._told_at: float | None = time.monotonic() if self._told else None
-        self._over_at: float | None = None
         self._gone_at: float | None = None
         self._fenced_at: float | None = None
         self._seen = False
@@ -88,8 +82,7 @@ class ReplicaStep:
         cls,
         key: ReplicaKey,
         record: ReplicaRecord,
-        files: ReplicaFiles,
-        log: Path,
+        state_dir: StateDir,
         *,
         command: Sequence[str],
         environment: Mapping[str, str],
@@ -100,32 +93,26 @@ class ReplicaStep:
         `GONE`. OSError: it cannot be started; ValueError: an argument contains an invalid
         character.
         """
-        for folder in (log.parent, files.base.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for stale in (files.record, files.exit, files.result, files.srun):
-            stale.unlink(missing_ok=True)
-        files.prepare_signal()
-        with open(log, "ab", opener=supervisor.private):
-            pass  # created here, for readers; written on the node
-        record.write(files)
+        made = cls(key, record, state_dir, SessionProcess(0, None))
+        files = made._files
+        made._prepare_files()
+        files.write_record(record)
         try:
-            srun = SessionProcess.start(
+            made._srun = SessionProcess.start(
                 command, output=files.srun, environment=environment, directory=None
             )
         except BaseException:  # leave no record of a step that was never started
             files.record.unlink(missing_ok=True)
             raise
-        record = replace(record, pid=srun.pid, birth=srun.birth)
+        made.record = replace(record, pid=made._srun.pid, birth=made._srun.birth)
         with suppress(OSError):  # as if the scheduler had been killed here
-            record.write(files)
-        return cls(key, record, files, log, srun)
+            files.write_record(made.record)
+        return made
 
     @classmethod
-    def find(
-        cls, key: ReplicaKey, record: ReplicaRecord, files: ReplicaFiles, log: Path
-    ) -> ReplicaStep:
+    def find(cls, key: ReplicaKey, record: ReplicaRecord, state_dir: StateDir) -> ReplicaStep:
         """Return a replica that an earlier scheduler has started."""
-        found = cls(key, record, files, log, SessionProcess(record.pid, record.birth))
+        found = cls(key, record, state_dir, SessionProcess(record.pid, record.birth))
         found._adopted = True
         return found
 
@@ -162,9 +149,7 @@ class ReplicaStep:
         begun reads it at its start, and one on a node whose slurmd is dead polls it.
         """
         before = self._told_at
-        if self._told not in ("kill", GONE, what.value):
-            self._told, self._told_at = what.value, time.monotonic()
-        self._write_signal()
+        self._tell(what.value)
         step = self.step(snapshot)
         if step is not None:
             since = 0.0 if self._told_at is None else time.monotonic() - self._told_at
@@ -173,12 +158,6 @@ class ReplicaStep:
         if before is not None and before < snapshot.begun and not self._seen:
             self._srun.signal(signal.SIGTERM)  # a waiting srun gives up
         return None
-
-    def _write_signal(self) -> None:
-        if self._written != self._told:
-            with suppress(OSError):  # the caller repeats the signal
-                self._files.write_signal(self._told)
-                self._written = self._told
 
     def _waiting(self) -> str:
         messages = slurm_messages(self._files.srun)
@@ -221,12 +200,9 @@ class ReplicaStep:
 
     def _fence(self, now: float) -> None:
         """Signal the processes of a step that seems to be over to end, as some may still run."""
-        if self._fenced_at is not None:
-            return
-        self._fenced_at = now
-        if self._told != "kill":
-            self._told = GONE
-        self._write_signal()  # if this fails, the step could not write there either
+        if self._fenced_at is None:
+            self._fenced_at = now
+            self._tell(GONE)  # if this fails, the step could not write there either
 
 
 def signal_command(step: str, *, insist: bool = False) -> list[str]:
@@ -249,19 +225,13 @@ def how_ended(
     `code` is the exit status of its srun, which is 0 when a node fails, and None for that of an
     earlier scheduler; the `snapshot` was taken after its end.
     """
-    status, result, told = files.read_exit(), files.read_result(), files.read_signal()
-    if status == 0:
-        return Ended(0, result)
     gone = why_gone(record, snapshot)
-    if told == "gone" and status is not None:
+    if files.read_signal() == GONE and files.read_exit() is not None:
         gone = gone or f"Slurm did not know of the step on node {record.node} any more."
-    if gone:
-        return Ended(status, result, gone)
-    if status is not None:
-        stopped = result.asked and not told
-        return Ended(status, result, "Slurm or an admin stopped the step." * stopped)
-    if told == "kill":
-        return Ended(-signal.SIGKILL, result)
+    known = end_in_files(files, gone, "Slurm or an admin stopped the step.")
+    if known is not None:
+        return known
+    result = files.read_result()
     messages = slurm_messages(files.srun)
     text = "\n".join(messages)
     if code is None and messages:

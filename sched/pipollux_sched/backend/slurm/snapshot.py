@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -160,78 +159,3 @@ def _nodes(names: list[str]) -> dict[str, NodeLine]:
         part = ",".join(names[first : first + NODES_AT_ONCE])
         found.update(read_nodes(run(["scontrol", "show", "node", "-o", part])))
     return found
-
-
-class SlurmWatch:
-    """Keeps the latest snapshot, in a separate thread, because Slurm may be slow.
-
-    The thread calls `on_snapshot` with each; `interval` is in seconds.
-    """
-
-    def __init__(
-        self,
-        reader: SlurmReader,
-        interval: float = REFRESH_INTERVAL,
-        on_snapshot: Callable[[SlurmSnapshot], object] = lambda _: None,
-    ) -> None:
-        self._reader = reader
-        self._interval = interval
-        self._on_snapshot = on_snapshot
-        self._reading = threading.Lock()
-        self._ending = threading.Event()
-        self._hurry = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._latest = SlurmSnapshot()
-        self._error: BackendError | None = None
-
-    def start(self) -> None:
-        """Take the first snapshot, as in `refresh`, and start the thread."""
-        self.refresh()
-        self._thread = threading.Thread(target=self._run, name="pipollux-slurm", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; wait a while for a running command."""
-        self._ending.set()
-        self._hurry.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
-
-    @property
-    def latest(self) -> SlurmSnapshot:
-        """The latest snapshot, which may be old while the controller does not answer."""
-        return self._latest
-
-    def hurry(self) -> None:
-        """Take the next snapshot soon, after a change."""
-        self._hurry.set()
-
-    def check(self) -> None:
-        """Raise `ClusterUnavailableError` unless the last query of Slurm succeeded."""
-        if self._error is not None:
-            raise ClusterUnavailableError(str(self._error)) from self._error
-
-    def refresh(self) -> SlurmSnapshot:
-        """Take a snapshot and return it; `BackendError`: Slurm rejects it, or does not answer."""
-        with self._reading:
-            try:
-                self._latest = self._reader.read()
-            except BackendError as error:
-                self._error = error
-                raise
-            self._error = None
-            self._on_snapshot(self._latest)
-            return self._latest
-
-    def _run(self) -> None:
-        while not self._ending.wait(min(HURRIED_INTERVAL, self._interval)):
-            self._hurry.wait(max(self._interval - HURRIED_INTERVAL, 0.0))
-            self._hurry.clear()
-            if self._ending.is_set():
-                return
-            try:
-                self.refresh()
-            except BackendError as error:
-                _LOG.debug("%s", error)
-            except Exception:  # Slurm's output could not be parsed; the next one may be
-                _LOG.exception("Slurm's output could not be parsed")

@@ -9,14 +9,15 @@ import psutil
 import pytest
 
 from pipollux_sched.backend import BackendError, Node, ReplicaGroupManager, ReplicaProgram
-from pipollux_sched.backend.base import SlotAssignment
+from pipollux_sched.backend.base import Launch, SlotAssignment
 from pipollux_sched.backend.local import ports
-from pipollux_sched.backend.local.attempt_folder import AttemptFolder
+from pipollux_sched.backend.local.attempt_folder import AttemptFolder, LocalPlacement
+from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
 from pipollux_sched.lifecycle import Exited, Outcome, Started
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 from tests.programs import free_port
 from tests.sched.backends import cpu_nodes, local_backend
@@ -24,6 +25,7 @@ from tests.sched.scripts import TOY
 from tests.waiting import until
 
 TWO_NODES = cpu_nodes(node_a=2, node_b=2)
+NODES = {node.name: Node(node) for node in cpu_nodes(a=4, b=2)}
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_gpus_are_shared_out_among_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_slots_are_disjoint_and_come_back() -> None:
-    ledger = SlotLedger({"a": 4, "b": 2})
+    ledger = SlotLedger(NODES)
     first = ledger.take("one", {0: "a", 1: "b"}, 2)
     second = ledger.take("two", {0: "a"}, 2)
     assert first == {0: SlotAssignment("a", (0, 1)), 1: SlotAssignment("b", (0, 1))}
@@ -140,7 +142,7 @@ def test_slots_are_disjoint_and_come_back() -> None:
 
 
 def test_replicas_take_and_free_slots_of_a_holder_one_by_one() -> None:
-    ledger = SlotLedger({"a": 4, "b": 2})
+    ledger = SlotLedger(NODES)
     ledger.take("one", {0: "a", 1: "b"}, 2)
     assert ledger.take("one", {2: "a"}, 2) == {2: SlotAssignment("a", (2, 3))}
     assert ledger.take("one", {3: "a"}, 2) is None
@@ -149,6 +151,49 @@ def test_replicas_take_and_free_slots_of_a_holder_one_by_one() -> None:
     assert ledger.take("one", {3: "a"}, 2) == {3: SlotAssignment("a", (0, 1))}
     ledger.release("one")
     assert ledger.free() == {"a": 4, "b": 2}
+
+
+def test_slots_that_others_take_are_never_those_of_a_holder() -> None:
+    """How many there are is known, and not which."""
+    ledger = SlotLedger(NODES)
+    ledger.take("ended", {0: "a"}, 2)
+    held = ledger.take("one", {0: "a"}, 2)
+    assert held == {0: SlotAssignment("a", (2, 3))}
+    ledger.release("ended")
+    shared = NODES | {"a": Node(NODES["a"].spec, taken=1)}
+    ledger.resize(shared)
+    assert ledger.free() == {"a": 1, "b": 2}
+    assert (ledger.fits(["a"], 3), ledger.fits(["a"], 4)) == (True, False)
+    assert ledger.take("two", {0: "a"}, 2) is None
+    for number, free in ((1, 1), (2, 0), (4, 0)):
+        after_a_crash = SlotLedger(NODES | {"a": Node(NODES["a"].spec, taken=number)})
+        assert after_a_crash.restore("one", held)
+        assert after_a_crash.free() == {"a": free, "b": 2}
+        assert after_a_crash.held() == {("a", 2): "one", ("a", 3): "one"}
+    assert not after_a_crash.restore("two", {0: SlotAssignment("a", (3,))}), "it has a holder"
+    assert not after_a_crash.restore("two", {0: SlotAssignment("b", (0, 0))})
+    assert not after_a_crash.restore("two", {0: SlotAssignment("b", (0, 1, 2))}), "too small"
+    assert not after_a_crash.restore("two", {0: SlotAssignment("c", (0,))}), "it is gone"
+
+
+def test_slots_that_a_node_has_no_more_are_not_adopted(state_dir: StateDir) -> None:
+    engine = LocalEngine(ClusterSpec(nodes=tuple(cpu_nodes(a=2))), state_dir)
+    folder = AttemptFolder(state_dir, "toy", 1)
+    folder.create()
+    folder.write(LocalPlacement(devices={0: Devices(engine.nodes(), {}).of("a", (0,))}, port=1))
+
+    def holds(node: str, slot: int) -> bool:
+        launch = Launch(
+            job="toy",
+            attempt=1,
+            assignments={0: SlotAssignment(node, (slot,))},
+            num_first=1,
+            scheduler_url="",
+            checkpoints="",
+        )
+        return engine.holds(launch)
+
+    assert (holds("a", 1), holds("a", 2), holds("b", 1)) == (True, False, False)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipollux_sched.backend.base import ReplicaKey, SlotAssignment
+from pipollux_sched.backend.base import Node, ReplicaKey, SlotAssignment
 from pipollux_sched.backend.local.gpus.foreign import LATE, RETURN_AFTER, ForeignUse
 from pipollux_sched.backend.local.gpus.probe_process import GpuProbe
 from pipollux_sched.backend.local.local_gpus import LocalGpus
 from pipollux_sched.backend.slots import SlotLedger
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.nvml import GIB, FakeNvml, gpu, mig, process, slice_uuid, uuid
 from tests.waiting import until
@@ -174,13 +174,14 @@ def test_a_process_that_is_not_visible_counts_if_it_stays(marked: Marked) -> Non
 
 
 def test_slots_that_are_left_out_keep_their_holder() -> None:
-    ledger = SlotLedger({"a": 4}, {"a": [0, 2]})
+    spec = NodeSpec(name="a", slots=4)
+    ledger = SlotLedger({"a": Node(spec, left_out=dict.fromkeys((0, 2), "it is broken"))})
     assert ledger.free() == {"a": 2}
     assert ledger.fits(["a"], 2)
     assert not ledger.fits(["a"], 3)
     assert ledger.take("one", {0: "a"}, 2) == {0: SlotAssignment("a", (1, 3))}
     assert ledger.take("two", {0: "a"}, 1) is None
-    ledger.resize({"a": 4}, {"a": [1]})
+    ledger.resize({"a": Node(spec, left_out={1: "it is broken"})})
     assert ledger.free() == {"a": 2}
     assert ledger.held() == {("a", 1): "one", ("a", 3): "one"}
     assert ledger.fits(["a"], 4), "the slot that is held may stay so"

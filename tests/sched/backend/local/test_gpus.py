@@ -21,7 +21,7 @@ from pipollux_sched.backend.local.gpus.slots import assign, load
 from pipollux_sched.backend.local.gpus.state import GpuState, MigSlice
 from pipollux_sched.backend.local.gpus.visible import index_of, select
 from pipollux_sched.backend.local.hardware import count_gpus, this_machine
-from pipollux_sched.spec.job import ClusterSpec, NodeSpec
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.nvml import FakeNvml, gpu, mig, slice_uuid, uuid
 

@@ -12,7 +12,7 @@ import torch
 
 from pipollux_sched.backend.local import hardware
 from pipollux_sched.backend.local.hardware import count_cpus, count_gpus, node_name, this_machine
-from pipollux_sched.spec.job import NodeSpec
+from pipollux_sched.spec.cluster import NodeSpec
 
 
 @pytest.mark.parametrize(

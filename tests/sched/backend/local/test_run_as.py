@@ -14,7 +14,8 @@ from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.replica import command
 from pipollux_sched.backend.run_as import check_access
 from pipollux_sched.lifecycle import Exited, Outcome
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, SpecError
+from pipollux_sched.spec.cluster import ClusterSpec
+from pipollux_sched.spec.job import JobSpec, SpecError
 from pipollux_sched.store import StateDir
 from tests.sched.backend.run_as_case import Case, open_folder
 from tests.sched.backends import cpu_nodes

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pipollux_sched.backend import Launch, ReplicaProgram
-from pipollux_sched.backend.replica.command import agent_command, agent_in_container
+from pipollux_sched.backend.replica.command import Step, agent_command, agent_in_container
 from pipollux_sched.backend.slurm.output import Share
 from pipollux_sched.backend.slurm.step_command import srun_command
+from pipollux_sched.store import StateDir
 from tests.sched.backends import assignments
 
 LAUNCH = Launch(
@@ -45,19 +46,19 @@ def test_programs(fields: dict[str, Any], words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 2**30])
-def test_the_limit_of_memory_in_a_step(limit: int | None) -> None:
+def test_the_limit_of_memory_in_a_step(limit: int | None, state_dir: StateDir) -> None:
     program = ReplicaProgram(job="job", script=Path("/a/train.py"), memory_limit=limit)
+    step = Step.of(program, LAUNCH, 0, state_dir, on_gpus=False, pass_on=())
     command = srun_command(
-        agent_command(program, LAUNCH, 0),
+        step,
         pool=1,
         node="n1",
         name="x",
         share=Share("n1", cpus=4, memory=2**33, gpus=0, gpu_type=None),
         program=program,
         num_stages=1,
-        base=Path("/s/replica-0"),
-        log=Path("/s/log"),
     )
+    assert command[-len(step.command) :] == step.command
     option = f"--memory={limit}"
     assert (option in command) == (limit is not None)
     if limit is not None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from pipollux_sched.backend import node_checks
 from pipollux_sched.backend.base import BackendError, Signal
-from pipollux_sched.backend.slurm import node_check, rented_pools, snapshot
+from pipollux_sched.backend.slurm import rented_pools, snapshot
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
@@ -144,7 +145,7 @@ def test_it_is_told_why_a_node_does_not_come(
 def test_a_node_is_used_once_it_sees_what_it_must(
     make_engine: MakeEngine, state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_check, "REPEAT_INTERVAL", 0.5)
+    monkeypatch.setattr(node_checks, "REPEAT_INTERVAL", 0.5)
     pools = RentedPools(options(1))
     engine = make_engine(pools)
     until(lambda: num_ready(engine) == 1)

@@ -206,6 +206,58 @@ def test_the_log_of_a_step_is_written_without_srun(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in log.parent.glob("log*")) < 2**21 + 2**17
 
 
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_guard_that_is_killed_stops_the_command(tmp_path: Path) -> None:
+    """What kills all children of a process without warning reaches only the guard."""
+    base = tmp_path / "attempt" / "replica-0"
+    base.parent.mkdir()
+    command = [sys.executable, "-I", "-S", str(supervisor.__file__), f"--guard={os.getpid()}"]
+    command += ["--step", str(base), str(base.with_name("log")), str(LOG_LIMIT)]
+    with subprocess.Popen([*command, sys.executable, "-c", SAVES]) as process:
+        prints(base, "up")
+        process.kill()
+        assert process.wait(240) == -signal.SIGKILL
+    files = ReplicaFiles(base)
+    assert until(files.read_exit) == 7
+    assert files.read_result().asked
+
+
+def test_a_guard_passes_on_how_the_command_ended_and_its_signal(tmp_path: Path) -> None:
+    base = tmp_path / "attempt" / "replica-0"
+    base.parent.mkdir()
+    files = ReplicaFiles(base)
+    files.prepare_signal()
+    command = [sys.executable, "-I", "-S", str(supervisor.__file__), f"--guard={os.getpid()}"]
+    command += ["--step", str(base), str(base.with_name("log")), str(LOG_LIMIT)]
+    with subprocess.Popen([*command, sys.executable, "-c", SAVES]) as process:
+        prints(base, "up")
+        files.write_signal("kill")
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(240) == 128 + signal.SIGKILL
+    assert files.read_exit() == -signal.SIGKILL
+
+
+def test_a_step_without_a_supervisor_is_ended(tmp_path: Path) -> None:
+    """At once if it was told to be killed; else it has the patience to save."""
+    base = tmp_path / "attempt" / "replica-0"
+    base.parent.mkdir()
+    with step(base, SAVES) as process:
+        prints(base, "up")
+        process.kill()
+        process.wait()
+        assert len(supervisor.step_processes(base)) == 1
+        say(base, "kill")
+        assert supervisor.end_step(base, 600.0) == 0
+        assert supervisor.step_processes(base) == []
+
+
 HUNGRY = """
 import subprocess, sys, time
 shared = b"x" * 60 * 2**20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipollux_sched.backend import base
 from pipollux_sched.backend.base import ReplicaKey, Signal
-from pipollux_sched.backend.slurm import engine as engine_module
 from pipollux_sched.backend.slurm import orphans, replica_step
 from pipollux_sched.backend.slurm.engine import SlurmEngine
 from pipollux_sched.backend.slurm.pools import OwnAllocation
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exhaustive
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_step, "LISTED_PATIENCE", 1.0)
-    monkeypatch.setattr(engine_module, "KILL_PATIENCE", 2.0)
+    monkeypatch.setattr(base, "KILL_PATIENCE", 2.0)
     monkeypatch.setattr(orphans, "STUCK_AFTER", 3.0)
 
 

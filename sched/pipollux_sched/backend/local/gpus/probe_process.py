@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pipollux_sched.backend.client_process import ClientProcess
 
 from . import probe
 from .state import GpuReading, GpuState
@@ -41,7 +38,7 @@ class GpuProbe:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout, self._retry_after, self._clock = timeout, retry_after, clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = ClientProcess(Path(probe.__file__), kill_patience=1.0)
         self._stuck: list[subprocess.Popen[bytes]] = []
         self._silent: dict[int, float] = {}
         """When each GPU that does not answer was last asked."""
@@ -87,54 +84,17 @@ class GpuProbe:
 
     def close(self) -> None:
         """End the process, without waiting for one that is stuck in the driver."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        try:
-            process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._stuck.append(process)
+        stuck = self._process.close()
+        if stuck is not None:
+            self._stuck.append(stuck)
 
     def _messages(self) -> Iterator[Mapping[str, Any]]:
         """Yield the messages of one reading; TimeoutError: the next one does not come."""
-        process = self._running()
-        assert process.stdin is not None  # noqa: S101  # a pipe
-        assert process.stdout is not None  # noqa: S101  # a pipe
-        process.stdin.write(json.dumps(sorted(self._silent)).encode() + b"\n")
-        process.stdin.flush()
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while True:
-                if not selector.select(self._timeout):
-                    raise TimeoutError
-                read = os.read(process.stdout.fileno(), 1 << 16)
-                if not read:
-                    raise OSError(f"the process ended with status {process.wait(self._timeout)}")
-                *lines, rest = (rest + read).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
-                    if "end" in message:
-                        return
-                    yield message
-                    if "error" in message:
-                        return
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        if self._process is None:
-            self._process = subprocess.Popen(
-                # -P: the folder of the program has modules that must not hide others.
-                [sys.executable, "-P", str(Path(probe.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the scheduler
-            )
-        return self._process
+        self._process.send(sorted(self._silent), self._timeout)
+        while True:
+            message = self._process.receive(self._timeout)
+            if "end" in message:
+                return
+            yield message
+            if "error" in message:
+                return
