@@ -51,7 +51,8 @@ from pipollux_sched.notifications.notifier import Notifier, NotifyOptions
 from pipollux_sched.planning.explain import explanation
 from pipollux_sched.server import create_app, end_waiting
 from pipollux_sched.server.http_server import HttpServer
-from pipollux_sched.spec.job import ClusterSpec, JobSpec, NodeSpec, parse_job
+from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
+from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.store import Point, StateDir, Store
 
