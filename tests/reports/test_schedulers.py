@@ -18,7 +18,8 @@ import pytest
 from pipollux_sched.forecasting.make import Forecaster
 from pipollux_sched.lifecycle import Cancel, Outcome, Phase
 from pipollux_sched.planning.plan import plan
-from pipollux_sched.spec.job import JobSpec, load_cluster, parse_job
+from pipollux_sched.spec.cluster import load_cluster
+from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import StateDir, Store, TrialState
 from pipollux_sched.views.cluster import list_nodes
 from pipollux_sched.views.jobs import job_details

@@ -113,8 +113,10 @@ class KeyRange:
         begin = [member for member, on in known.items() if on and not self.counted[member]]
         others = [member for member, on in self.counted.items() if on]
         for state in self.layers.values():
-            clocks = [state.clocks.get(member, 0) for member in others or begin]
-            state.clocks |= dict.fromkeys(begin, max(clocks, default=0))
+            # A push that waits belongs to the round that is under way, in which they begin.
+            ended = [state.clocks.get(x, 0) - (x in state.pending) for x in others or begin]
+            under_way = max(ended, default=0)
+            state.clocks |= {member: under_way + (member in state.pending) for member in begin}
         self.counted |= known
 
     def fence(self, member: int, place: Place) -> dict[int, IntervalSet]:
@@ -133,7 +135,8 @@ class KeyRange:
     def push(self, push: Push, changes: Mapping[int, Sequence[Tensor]]) -> None:
         """Accept changes of layers, for the next step of each.
 
-        A push that was accepted before is accepted again, without an effect.
+        A push that was accepted before is accepted again, without an effect. Tensors must not
+        change any more.
 
         Raises:
             RejectedError: The member is fenced, or a layer is not at or beyond the push's revision.
@@ -160,7 +163,7 @@ class KeyRange:
             state.place, state.credits = push.place, IntervalSet()
         for start, stop in push.intervals[layer]:
             state.credits.add(start, stop)
-        state.pending[member] = Change(weight, [tensor.clone() for tensor in change])
+        state.pending[member] = Change(weight, list(change))
         state.numbers[member] = push.number
         state.weights[member] = weight
         state.clocks[member] = state.clocks.get(member, 0) + 1

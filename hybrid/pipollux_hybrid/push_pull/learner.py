@@ -34,7 +34,7 @@ from pipollux_perfmodel.timing.params import AUTO as AUTO_INTERVAL
 
 from .compression import ErrorFeedback
 from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_dtype
-from .key_range import FENCED, PAST, Place
+from .key_range import FENCED, GENERATION, PAST, Place
 from .leases import Cut, Leases, Span
 from .options import PushPull
 from .transport import ServerError, bytes_of, require_zmq
@@ -50,6 +50,13 @@ LEAVING = 5.0
 """Seconds that the end of the script waits for the servers to note it."""
 COMPRESSED = 4
 """Compressed pushes that have as many bytes as an outer step."""
+BETWEEN_ROUNDS = "between rounds"
+REASONS = {
+    FENCED: "was lost for the servers for a while",
+    PAST: "is ahead of a server that was restored",
+    BETWEEN_ROUNDS: "joined while a server was started again",
+}
+"""Why a replica joins again, by the error."""
 SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
 
@@ -122,6 +129,8 @@ class Learner:
         self._place: Place = (0, 0)
         self._loop: tuple[int, int, str] = (0, 0, "")
         """Arguments of :meth:`open`."""
+        self._aligned_in: Place | None = None
+        """The loop in which this replica has joined again to be in one round with the others."""
         self._step_time = self._sync_time = 0.0
         self._since: float | None = None
         self._in_loop = False
@@ -428,6 +437,7 @@ class Learner:
                     self._push(other)
             pulled = fragment.pull.wait()
             self._align()
+            self._leave_if_between_rounds(fragment, pulled)
         took = pulled.arrived - fragment.pushed_at - pulled.waited
         self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
         for key in fragment.keys:
@@ -436,6 +446,17 @@ class Learner:
                 self._adopt(name, parameter, value, since)
         self._revisions |= pulled.revisions
         fragment.pull, fragment.sent = None, {}
+
+    def _leave_if_between_rounds(self, fragment: Fragment, pulled: Pulled) -> None:
+        """Join again if this replica and the others wait for each other in every round: it joined
+        while a round had ended on one server and not yet on another, as that was started again.
+        """
+        rounds = {pulled.revisions[key] % GENERATION for key in fragment.keys}
+        lockstep = self.options.max_staleness == 0 and self.options.quorum is None
+        alone = self._context.env.processes_per_replica == 1
+        if len(rounds) > 1 and lockstep and alone and self._aligned_in != self._place:
+            self._aligned_in = self._place
+            raise ServerError(BETWEEN_ROUNDS)
 
     def _adopt(self, name: str, parameter: nn.Parameter, value: Tensor, since: Tensor) -> None:
         with torch.no_grad():
@@ -459,13 +480,9 @@ class Learner:
         Raises:
             PeerLostError: The replica has several processes, which may be at different steps.
         """
-        if str(error) not in (FENCED, PAST):
+        if str(error) not in REASONS:
             raise error
-        why = (
-            "was lost for the servers for a while"
-            if str(error) == FENCED
-            else "is ahead of a server that was restored"
-        )
+        why = REASONS[str(error)]
         env = self._context.env
         if env.processes_per_replica > 1:
             raise PeerLostError(

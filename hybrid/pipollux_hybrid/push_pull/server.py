@@ -38,6 +38,9 @@ LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
 LOST_AFTER = 15.0
 """Seconds without a heartbeat after which a replica is lost."""
+CUT_OFF = 2.0
+"""Seconds without a heartbeat after which a replica is lost whose connection is broken, as that of
+a process that was killed: one that still runs connects again."""
 LATE = 60.0
 """Seconds that a job's first loop waits for replicas that have not joined."""
 UNUSED = 3.0
@@ -102,6 +105,10 @@ class Server:
         self._others: dict[int, Connection] = {}
         self._seen: dict[int, float] = {}
         """When each member was heard of last, on the first server."""
+        self._via: dict[int, str] = {}
+        """The connection of each member's last heartbeat."""
+        self._cut_off: dict[int, float] = {}
+        """Since when that is broken."""
         self._expected, self._first_join = 1, 0.0
         self.ready = asyncio.Event()
         self._last_use = False
@@ -114,7 +121,7 @@ class Server:
         context = zmq.asyncio.Context()
         authenticator = start_authenticator(context, self._token)
         port = int(self.addresses[self.index].rpartition(":")[2])
-        listener = Listener(context, host, port, self._token, self._handle)
+        listener = Listener(context, host, port, self._token, self._handle, self._note_broken)
         for index, address in enumerate(self.addresses):
             if index != self.index:
                 self._others[index] = Connection(context, f"server {index}", address, self._token)
@@ -414,8 +421,13 @@ class Server:
         member = int(message.header["member"])
         if member not in self._own.book.members:
             raise RejectedError(FENCED)
-        self._seen[member] = time.monotonic()
+        self._seen[member], self._via[member] = time.monotonic(), message.header["via"]
+        self._cut_off.pop(member, None)
         return Message({})
+
+    def _note_broken(self, via: str) -> None:
+        broken = [member for member, known in self._via.items() if known == via]
+        self._cut_off |= dict.fromkeys(broken, time.monotonic())
 
     async def _leave(self, message: Message) -> Message:
         await self._lose(int(message.header["member"]))
@@ -431,7 +443,7 @@ class Server:
 
     async def _answer(self, message: Message) -> Message:
         """Answer a request for positions, once they are there."""
-        member = int(message.header["member"])
+        self._seen[int(message.header["member"])] = time.monotonic()
 
         async def attempt() -> Any:
             async with self._ledger_lock:
@@ -440,7 +452,6 @@ class Server:
                 await self._recount(reply)
                 if reply.header["answer"] is None and self._ends():
                     reply = await self._verify_end(message)
-            self._seen[member] = time.monotonic()
             return reply.header["answer"]
 
         return Message({"answer": await self._until(attempt)})
@@ -538,10 +549,13 @@ class Server:
         now = time.monotonic()
         for member in list(self.shard.book.members):
             silent = now - self._seen.setdefault(member, now)
-            if silent >= self._lost_after:
-                replica = self.shard.book.members[member].replica
-                _say(f"replica {replica} is lost: no heartbeat for {silent:.0f} s")
-                await self._lose(member)
+            cut_off = now - self._cut_off.get(member, now)
+            if silent < self._lost_after and cut_off < CUT_OFF:
+                continue
+            replica = self.shard.book.members[member].replica
+            what = "connection" if cut_off >= CUT_OFF else "heartbeat"
+            _say(f"replica {replica} is lost: no {what} for {max(silent, cut_off):.0f} s")
+            await self._lose(member)
 
     async def _lose(self, member: int) -> None:
         """Fence a member on all servers, and free what it has not pushed."""
@@ -556,6 +570,8 @@ class Server:
         lost = {"op": "lose", "member": member, "credits": found}
         await self._recount(await self._apply(Message(lost)))
         self._seen.pop(member, None)
+        self._via.pop(member, None)
+        self._cut_off.pop(member, None)
 
     def _save(self) -> None:
         if self.shard is None:

@@ -271,14 +271,29 @@ Handler = Callable[[Message], Awaitable[Message]]
 
 
 class Listener:
-    """A server's end: each request is handled in a task of its own."""
+    """A server's end: each request is handled in a task of its own.
+
+    Args:
+        context: The ZeroMQ context.
+        host: Address to listen on.
+        port: Its port.
+        token: The job's token.
+        handle: Returns the reply to a request, whose header names its connection (``via``).
+        broken: Called with the name of a connection that is broken.
+    """
 
     def __init__(
-        self, context: zmq.asyncio.Context, host: str, port: int, token: str, handle: Handler
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        port: int,
+        token: str,
+        handle: Handler,
+        broken: Callable[[str], None],
     ) -> None:
         import zmq
 
-        self._handle = handle
+        self._handle, self._broken = handle, broken
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = context.socket(zmq.ROUTER)
         prepare(self._socket)
@@ -297,6 +312,27 @@ class Listener:
 
     async def run(self) -> None:
         """Receive requests until cancelled."""
+        import zmq
+
+        loop = asyncio.get_running_loop()
+        events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        watch = loop.create_task(self._watch(events))
+        try:
+            await self._receive()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self._socket.disable_monitor()
+            events.close(0)
+
+    async def _watch(self, events: zmq.asyncio.Socket) -> None:
+        from zmq.utils.monitor import parse_monitor_message
+
+        while True:
+            event = parse_monitor_message(await events.recv_multipart())
+            self._broken(str(event["value"]))
+
+    async def _receive(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             frames = await self._socket.recv_multipart(copy=False)
@@ -308,6 +344,7 @@ class Listener:
         try:
             request = message_of([frame.buffer for frame in frames])
             number = request.header.pop("id")
+            request.header["via"] = frames[0].get("__fd")  # as monitors name connections
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # only a peer of another version sends this; it waits for its timeout
         reply = await self._handle(request)

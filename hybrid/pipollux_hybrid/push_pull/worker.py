@@ -27,7 +27,7 @@ from pipollux_hybrid.errors import PeerLostError
 from .transport import Connection, Message, ServerError, end, flattened, unflattened
 
 T = TypeVar("T")
-BEAT = 3.0
+BEAT = 1.0
 """Seconds between two heartbeats."""
 NOTICE = 30.0
 """Seconds without an answer after which the user is told."""
@@ -156,11 +156,11 @@ class KVWorker:
         has ``at_once``, and else when they step.
         """
         pushes = []
-        # One by one, so that a server sends on the first layer while it receives the second.
-        for key, several in changes.items():
-            counts, tensors = flattened({key: several})
+        # One message for all layers of a server, which are then in the same round.
+        for server, keys in self._by_server(changes).items():
+            counts, tensors = flattened({key: changes[key] for key in keys})
             message = Message({**header, "op": "push", "counts": counts}, tensors)
-            pushes.append(self._push(self._owners[key], message))
+            pushes.append(self._push(server, message))
 
         async def all_confirmed() -> None:
             await asyncio.gather(*pushes)

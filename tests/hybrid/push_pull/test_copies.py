@@ -163,6 +163,8 @@ def expected(actions: list[tuple[Any, ...]]) -> KeyRange:
             keys.push(push, {layer: [change_of(member, number, layer)] for layer in LAYERS})
         elif name == "fence":
             keys.fence(arguments[0], (0, 0))
+        elif name == "count":
+            keys.count({arguments[0]: arguments[1]})
         for layer in keys.due():
             keys.step(layer, keys.next_step(layer))
     return keys
@@ -180,6 +182,7 @@ ACTIONS = st.lists(
         PUSHES,
         st.tuples(st.just("lose"), st.sampled_from([0, 1])),
         st.tuples(st.just("fence"), st.just(3)),
+        st.tuples(st.just("count"), st.sampled_from([1, 2]), st.booleans()),
     ),
     max_size=25,
 )
@@ -197,6 +200,8 @@ def test_no_loss_of_a_server_changes_what_pushes_make(actions: list[tuple[Any, .
                 await pair.push(member, at_once=at_once, ends_after=ends_after)
             elif name == "lose":
                 await pair.lose(arguments[0])
+            elif name == "count":
+                await pair.ask(Message({"op": "count", "members": {arguments[0]: arguments[1]}}))
             else:
                 await pair.fence(arguments[0])
             check(pair, bool(pair.servers[0]._kept_back))
@@ -208,6 +213,7 @@ def test_no_loss_of_a_server_changes_what_pushes_make(actions: list[tuple[Any, .
             assert torch.equal(ours.outer.momentum[0], theirs.outer.momentum[0])
             assert list(ours.credits) == list(theirs.credits)
             assert (ours.numbers, set(ours.pending)) == (theirs.numbers, set(theirs.pending))
+            assert ours.clocks == theirs.clocks
 
     asyncio.run(run())
 

@@ -264,6 +264,19 @@ def test_a_replica_that_is_started_again_does_not_wait_until_it_was_lost(tmp_pat
     assert values[0] == values[1]
 
 
+def test_a_killed_replica_is_lost_as_soon_as_its_connection_is(tmp_path: Path) -> None:
+    with servers(1, options=("--lost-after", "1000")) as running:
+        job = Job(running, {**ALONE, "max_staleness": 0}, tmp_path)
+        try:
+            job.start(0, 2)
+            job.start(1, 2, 7)
+            until(lambda: job.steps(1) == 7, "it has trained", PATIENCE)
+            job.kill(1)
+            job.end()
+        finally:
+            job.close()
+
+
 def test_a_replica_that_runs_twice_is_refused(tmp_path: Path) -> None:
     with servers(1, options=("--lost-after", "1000")) as running:
         job = Job(running, ALONE, tmp_path)

@@ -181,6 +181,17 @@ def test_members_begin_a_loop_in_one_round_whoever_was_ahead() -> None:
     assert keys.may_pull(0, 1, 1)
 
 
+def test_a_member_that_begins_takes_part_in_the_round_under_way() -> None:
+    keys = _keys()
+    keys.admit(3)
+    _do(keys, "push", _push(1, 1), _change(1.0))
+    _do(keys, "count", {3: True})
+    for member in (2, 3):
+        _do(keys, "push", _push(member, 1), _change(1.0))
+    assert keys.layers[0].revision == 1
+    assert all(keys.may_pull(0, member, 1) for member in (1, 2, 3))
+
+
 def test_revisions_do_not_go_back_when_a_server_is_restored() -> None:
     keys = _keys(least=1)
     _do(keys, "push", _push(1, 1), _change(1.0))
