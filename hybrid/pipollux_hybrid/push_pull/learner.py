@@ -129,6 +129,8 @@ class Learner:
         self._place: Place = (0, 0)
         self._loop: tuple[int, int, str] = (0, 0, "")
         """Arguments of :meth:`open`."""
+        self._begins = False
+        """Whether it has joined, and has no samples yet."""
         self._aligned_in: Place | None = None
         """The loop in which this replica has joined again to be in one round with the others."""
         self._step_time = self._sync_time = 0.0
@@ -201,6 +203,7 @@ class Learner:
         found = self._context.control.gather_bytes(shared)[0].decode()
         number, _, reached = found.partition(" ")
         self._member, self._lost, self._turn = int(number), False, 0
+        self._begins = True
         if reached and not again:
             there = reached.strip("[]()").split(",")
             self.place = int(there[0]), int(there[1])
@@ -276,6 +279,11 @@ class Learner:
             if found["status"] == "leased":
                 self._steps = found["steps"]
                 self._note_present(found)
+                if self._begins:
+                    # Only now do others wait for this replica: until then they went on.
+                    self._begins = False
+                    self._pull_all()
+                    self._align()
             return dict(found)
 
     def _note_present(self, found: Mapping[str, Any]) -> None:
