@@ -60,7 +60,11 @@ class EngineCase(ABC):
     sees_others = False
     """Whether the engine sees how many slots of a node somebody else has."""
 
-    def occupy(self, node: str, slots: int = SLOTS) -> AbstractContextManager[None]:  # noqa: ARG002
+    def occupy(
+        self,
+        node: str,  # noqa: ARG002  # for the engines of clusters
+        slots: int = SLOTS,  # noqa: ARG002  # as above
+    ) -> AbstractContextManager[None]:
         """Let somebody else have slots of a node; on this machine, nobody else can."""
         return nullcontext()
 

@@ -1,4 +1,4 @@
-"""Push and pull on two hosts while the network between them is cut for a minute."""
+"""Push and pull on two hosts: over a slow network, and one that is cut for a minute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,22 @@ def hosts() -> Iterator[Hosts]:
 class Job:
     """Servers and replicas on hosts; each writes a log."""
 
-    def __init__(self, hosts: Hosts, folder: Path, servers_on: list[str]) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        folder: Path,
+        servers_on: list[str],
+        options: tuple[str, ...] = (),
+        **environment: str,
+    ) -> None:
         self.hosts, self.folder = hosts, folder
         addresses = [f"{hosts.address(x)}:{PORT + n}" for n, x in enumerate(servers_on)]
         self.environment = {"PIPOLLUX_SERVERS": ",".join(addresses), "PIPOLLUX_TOKEN": "secret"}
-        self.environment |= {"RESULTS": str(folder), "EPOCHS": str(EPOCHS)}
+        self.environment |= {"RESULTS": str(folder), "EPOCHS": str(EPOCHS), **environment}
         self.servers = [
-            self._start(host, f"server-{n}", "-m", "pipollux.server", *options)
+            self._start(host, f"server-{n}", "-m", "pipollux.server", *place, *options)
             for n, host in enumerate(servers_on)
-            for options in [["--index", str(n), "--host", hosts.address(host)]]
+            for place in [["--index", str(n), "--host", hosts.address(host)]]
         ]
         self.replicas = {host: self.start(host) for host in hosts.names}
 
@@ -63,6 +71,9 @@ class Job:
             return int(json.loads(whole[-1])["epoch"]) if whole else -1
         return -1
 
+    def has_trained(self, host: str) -> bool:
+        return self.epoch(host) >= 1
+
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT
         while not condition():
@@ -81,7 +92,7 @@ def test_a_cut_network_heals(hosts: Hosts, tmp_path: Path, servers_on: list[str]
     job = Job(hosts, tmp_path, servers_on)
     try:
         for host in hosts.names:
-            job.wait(lambda host=host: job.epoch(host) >= 1, f"{host} trains")  # type: ignore[misc]
+            job.wait(partial(job.has_trained, host), f"{host} trains")
         hosts.link_down("n2")
         time.sleep(PARTITION)
         during = job.epoch("n1")
@@ -97,14 +108,27 @@ def test_a_cut_network_heals(hosts: Hosts, tmp_path: Path, servers_on: list[str]
         assert job.epoch("n1") == job.epoch("n2") == EPOCHS - 1
     finally:
         job.close()
-    check_epochs(tmp_path)
+    check_epochs(tmp_path, EPOCHS)
 
 
-def check_epochs(folder: Path) -> None:
+def test_a_long_push_is_not_taken_for_a_loss(hosts: Hosts, tmp_path: Path) -> None:
+    """Heartbeats have a connection of their own: a push takes longer than the servers' patience."""
+    hosts.slow_link("n2", "2mbit")
+    job = Job(hosts, tmp_path, ["n1"], ("--lost-after", "5"), EPOCHS="1", WIDTH="2000")
+    try:
+        for host, replica in job.replicas.items():
+            assert replica.wait(TIMEOUT) == 0, job.log(host)
+        assert "is lost" not in job.log("server-0")
+    finally:
+        job.close()
+    check_epochs(tmp_path, 1)
+
+
+def check_epochs(folder: Path, epochs: int) -> None:
     """Check that every sample was taken in every epoch; those that were lost, again."""
     taken: dict[int, list[int]] = {}
     for path in folder.glob("*.txt"):
         for line in map(json.loads, path.read_text().splitlines()):
             taken.setdefault(line["epoch"], []).extend(line["numbers"])
-    assert sorted(taken) == list(range(EPOCHS))
+    assert sorted(taken) == list(range(epochs))
     assert all(set(numbers) == set(range(120)) for numbers in taken.values())

@@ -1,7 +1,7 @@
 """A small job whose replicas push and pull under a scheduler.
 
 Every step of a replica goes to ``$RESULTS/ATTEMPT-ID.txt`` as a line of JSON. It trains for
-``$EPOCHS`` epochs, or until it is stopped.
+``$EPOCHS`` epochs, or until it is stopped, and has ``$WIDTH`` parameters per sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PAUSE = 0.05
 def main() -> None:
     pipollux.init_process_group("gloo", timeout=120.0)
     torch.manual_seed(1)
-    module = nn.Sequential(nn.Embedding(SIZE, 4), nn.Linear(4, 1)).double()
+    width = int(os.environ.get("WIDTH", "4"))
+    module = nn.Sequential(nn.Embedding(SIZE, width), nn.Linear(width, 1)).double()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(SIZE)), 4, shuffle=True)
     options = pipollux.PushPull(sync_every=3, fragments=2, max_staleness=float("inf"))

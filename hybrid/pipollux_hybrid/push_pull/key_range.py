@@ -185,12 +185,13 @@ class KeyRange:
         """Return the members of which a round of a layer lacks a push."""
         return [x for x, counts in self.counted.items() if counts and x not in state.pending]
 
-    def next_step(self, layer: int) -> Step:
-        """Return the step of a layer that is due."""
+    def next_step(self, layer: int, *, complete: bool) -> Step:
+        """Return the step of a layer that is due; ``complete``: with what the pushes add."""
         state = self.layers[layer]
         after = {name: getattr(state, name) for name in ("clocks", "weights", "numbers")}
         after |= {"place": state.place, "credits": list(state.credits)}
-        return Step(self._share(state), {**after, "revision": state.revision + 1})
+        share = self._share(state) if complete else None
+        return Step(share, {**after, "revision": state.revision + 1})
 
     def _share(self, state: LayerState) -> Share:
         total = sum(change.weight for change in state.pending.values())

@@ -251,7 +251,11 @@ class Learner:
         header = {"op": "open", "member": self._member, "stage": self._context.env.stage}
         header |= {"place": place, "num_samples": num_samples, "batch": batch}
         header["data"] = data
-        reply = self._worker.ask(header).wait()
+        try:
+            reply = self._worker.ask(header).wait()
+        except ServerError as error:
+            self._rejoin(error)  # which opens the loop
+            return False
         reached = reply.header["place"]
         self._in_loop = (int(reached[0]), int(reached[1])) == place
         return not self._in_loop
@@ -554,7 +558,7 @@ class Learner:
             if self._in_loop:
                 self._push_rest()
         except ServerError as error:
-            if str(error) not in (FENCED, PAST):
+            if str(error) not in REASONS:
                 raise
             # What is not pushed is trained on by others, or after the restart.
         self._context.control.barrier()  # other processes of the replica have pushed, too

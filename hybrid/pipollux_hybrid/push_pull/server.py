@@ -277,21 +277,23 @@ class Server:
             return any((member, key) in kept_back for member in own.keys.layers[key].pending)
 
         steps = own.next_steps(shipped)
-        if steps is None:
-            return
-        await self._forward(steps)
-        own.apply(steps)
-        waiting = own.keys.layers
-        for member, several in list(self._kept_back.items()):
-            left = [
-                message
-                for message in several
-                if any(member in waiting[int(key)].pending for key in message.header["counts"])
-            ]
-            if left:
-                self._kept_back[member] = left
-            else:
-                del self._kept_back[member]
+        if steps is not None:
+            await self._forward(steps)
+            own.apply(steps)
+        self._drop_sent(own)
+
+    def _drop_sent(self, own: Shard) -> None:
+        """Forget pushes that the next server has got with their step, or that were sent twice."""
+
+        def waits(member: int, message: Message) -> bool:
+            layers = map(int, message.header["counts"])
+            return any(member in own.keys.layers[layer].pending for layer in layers)
+
+        left = {
+            member: [message for message in several if waits(member, message)]
+            for member, several in self._kept_back.items()
+        }
+        self._kept_back = {member: several for member, several in left.items() if several}
 
     async def _send_kept_back(self, member: int) -> None:
         """Send pushes of a member on whose replica cannot send them again."""
@@ -564,6 +566,7 @@ class Server:
                 await self._fence(member)
 
     async def _fence(self, member: int) -> None:
+        """The same, for a member that there is, with the ledger's lock held."""
         place = self._own.book.place or (0, 0)
         replies = await self._tell({"op": "fence", "member": member, "place": place})
         found = {k: x for reply in replies for k, x in reply.header["credits"].items()}

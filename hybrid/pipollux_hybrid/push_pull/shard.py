@@ -96,10 +96,11 @@ class Shard:
         """Return the steps that are due as an operation; None if there are none. Those of layers
         for which ``shipped`` is true contain what their pushes add.
         """
-        steps = {key: self.keys.next_step(key) for key in self.keys.due()}
+        due = self.keys.due()
+        steps = {key: self.keys.next_step(key, complete=shipped(key)) for key in due}
         if not steps:
             return None
-        sent = {key: x.share for key, x in steps.items() if x.share is not None and shipped(key)}
+        sent = {key: step.share for key, step in steps.items() if step.share is not None}
         counts, tensors = flattened({key: share.tensors for key, share in sent.items()})
         fractions = {str(key): share.fraction for key, share in sent.items()}
         states = {str(key): step.state for key, step in steps.items()}

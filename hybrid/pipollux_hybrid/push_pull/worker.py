@@ -143,6 +143,10 @@ class KVWorker:
         for index, address in enumerate(self._addresses):
             self._servers.append(Connection(self._context, f"server {index}", address, self._token))
             self._servers[-1].start()
+        # Else they would wait behind a push, or their answers behind what is pulled.
+        first = self._addresses[0]
+        self._heartbeats = Connection(self._context, "server 0", first, self._token)
+        self._heartbeats.start()
         self._ready.set_result(None)
 
     def push(
@@ -243,7 +247,7 @@ class KVWorker:
     async def _beat(self, member: int, lost: Callable[[], None]) -> None:
         while True:
             try:
-                await self._servers[0].call(
+                await self._heartbeats.call(
                     Message({"op": "beat", "member": member}), self._timeout
                 )
             except ServerError:
@@ -307,7 +311,7 @@ class KVWorker:
         async def close() -> None:
             if self._beats is not None:
                 self._beats.cancel()
-            for server in self._servers:
+            for server in [*self._servers, self._heartbeats]:
                 await server.close()
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in others:

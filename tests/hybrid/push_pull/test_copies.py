@@ -72,8 +72,9 @@ class Pair:
         return server
 
     def _join(self) -> None:
-        self.servers[0]._others = {1: Direct(self.servers[1])}  # type: ignore[dict-item]
-        self.servers[1]._others = {0: Direct(self.servers[0])}  # type: ignore[dict-item]
+        others: list[Any] = [Direct(server) for server in self.servers]
+        self.servers[0]._others, self.servers[1]._others = {1: others[1]}, {0: others[0]}
+        self.to_copy: Direct = others[1]
 
     async def ask(self, message: Message) -> Message:
         return await Direct(self.servers[0]).call(message)
@@ -93,12 +94,12 @@ class Pair:
             return
         self.numbers[member] += 1
         self.last[member] = push_of(member, self.numbers[member], at_once=at_once)
-        self.servers[0]._others[1].ends_after = ends_after  # type: ignore[attr-defined]
+        self.to_copy.ends_after = ends_after
         try:
             await self.send(member)
         except LostError:
             await self.lose(0)
-        self.servers[0]._others[1].ends_after = ""  # type: ignore[attr-defined]
+        self.to_copy.ends_after = ""
 
     async def send(self, member: int) -> None:
         reply = await self.ask(self.last[member])
@@ -166,7 +167,7 @@ def expected(actions: list[tuple[Any, ...]]) -> KeyRange:
         elif name == "count":
             keys.count({arguments[0]: arguments[1]})
         for layer in keys.due():
-            keys.step(layer, keys.next_step(layer))
+            keys.step(layer, keys.next_step(layer, complete=False))
     return keys
 
 

@@ -248,7 +248,9 @@ def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-def test_a_replica_that_is_started_again_does_not_wait_until_it_was_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_nobody_waits_for_the_patience_with_a_killed_replica(again: bool, tmp_path: Path) -> None:
+    """It is lost with its connection, or when it is started again."""
     with servers(1, options=("--lost-after", "1000")) as running:
         job = Job(running, {**ALONE, "max_staleness": 0}, tmp_path)
         try:
@@ -256,25 +258,13 @@ def test_a_replica_that_is_started_again_does_not_wait_until_it_was_lost(tmp_pat
             job.start(1, 2, 7)
             until(lambda: job.steps(1) == 7, "it has trained", PATIENCE)
             job.kill(1)
-            (tmp_path / "go").touch()
-            job.start(1, 2)
+            if again:
+                (tmp_path / "go").touch()
+                job.start(1, 2)
             values = job.end()
         finally:
             job.close()
-    assert values[0] == values[1]
-
-
-def test_a_killed_replica_is_lost_as_soon_as_its_connection_is(tmp_path: Path) -> None:
-    with servers(1, options=("--lost-after", "1000")) as running:
-        job = Job(running, {**ALONE, "max_staleness": 0}, tmp_path)
-        try:
-            job.start(0, 2)
-            job.start(1, 2, 7)
-            until(lambda: job.steps(1) == 7, "it has trained", PATIENCE)
-            job.kill(1)
-            job.end()
-        finally:
-            job.close()
+    assert all(value == values[0] for value in values)
 
 
 def test_a_replica_that_runs_twice_is_refused(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _do(keys: KeyRange, name: str, *arguments: Any) -> None:
     """Apply an operation, and take the steps that it makes due."""
     getattr(keys, name)(*arguments)
     for layer in keys.due():
-        keys.step(layer, keys.next_step(layer))
+        keys.step(layer, keys.next_step(layer, complete=False))
 
 
 def _push(member: int, number: int, revision: int = 0, start: int = 0) -> Push:
