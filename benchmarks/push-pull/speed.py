@@ -197,7 +197,9 @@ def measure(
                     raise TimeoutError(f"{kind}: a replica has not exchanged in 300 s")
                 time.sleep(0.1)
             time.sleep(given.seconds)
-            return [_rate(_exchanges(output)) for output in outputs]
+            found = [_exchanges(output) for output in outputs]
+            began = max(exchanges[0][0] for exchanges in found)  # all know each other's speed
+            return [_rate([x for x in exchanges if x[0] >= began]) for exchanges in found]
         finally:
             for process in [*replicas, *served]:
                 process.kill()

@@ -30,13 +30,15 @@ Place = tuple[int, int]
 
 
 class RejectedError(PipolluxError):
-    """An operation that does not change anything; the text is :data:`FENCED` or :data:`PAST`."""
+    """An operation that does not change anything; the text is one of the three below."""
 
 
 FENCED = "fenced"
 """The replica was lost, or the servers were restored: it has to join again."""
 PAST = "past"
 """The change is based on parameters that the restored server does not have."""
+ROUND_OVER = "round over"
+"""The round after which a member was to begin was not the last one any more."""
 
 
 class Push(NamedTuple):
@@ -75,6 +77,8 @@ class LayerState:
     """Changes of replicas, by member, that wait for a step."""
     clocks: dict[int, int] = field(default_factory=dict)
     """Rounds of each member: its pushes."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Members that begin later, and the round that has to end before."""
     weights: dict[int, float] = field(default_factory=dict)
     """Samples of each member's last push."""
     numbers: dict[int, int] = field(default_factory=dict)
@@ -107,21 +111,55 @@ class KeyRange:
         """Accept pushes of a member."""
         self.counted.setdefault(member, False)
 
-    def count(self, members: Mapping[int, bool]) -> None:
-        """Set whether rounds wait for members; those that begin are in the round of the others."""
+    def count(self, members: Mapping[int, bool], after: Mapping[int, int] | None = None) -> None:
+        """Set whether rounds wait for members; those that begin do so in the round under way, or
+        after the rounds that are given for layers.
+
+        Raises:
+            RejectedError: Such a round is not the last that has ended, but an earlier one.
+        """
         known = {member: on for member, on in members.items() if member in self.counted}
         begin = [member for member, on in known.items() if on and not self.counted[member]]
-        others = [member for member, on in self.counted.items() if on]
-        for state in self.layers.values():
-            # A push that waits belongs to the round that is under way, in which they begin.
-            ended = [state.clocks.get(x, 0) - (x in state.pending) for x in others or begin]
-            under_way = max(ended, default=0)
-            state.clocks |= {member: under_way + (member in state.pending) for member in begin}
+        rounds = self.rounds() | dict(after or {}) if begin else {}
+        if any(rounds[layer] < ended for layer, ended in self.rounds().items() if begin):
+            raise RejectedError(ROUND_OVER)
+        for layer, state in self.layers.items():
+            for member, on in known.items():
+                if not on:
+                    state.begins.pop(member, None)
+                elif member in begin:
+                    state.begins[member] = rounds[layer]
         self.counted |= known
+        self._begin_due()
+
+    def rounds(self) -> dict[int, int]:
+        """Return the number of the last round of each layer that has ended."""
+        return {layer: self._round(state) for layer, state in self.layers.items()}
+
+    def _round(self, state: LayerState) -> int:
+        # A push that waits belongs to the round that is under way.
+        members = self._active(state) or list(self.counted)
+        return max((state.clocks.get(x, 0) - (x in state.pending) for x in members), default=0)
+
+    def _active(self, state: LayerState) -> list[int]:
+        """Return the members for which rounds of a layer wait."""
+        return [x for x, counts in self.counted.items() if counts and x not in state.begins]
+
+    def _begin_due(self) -> None:
+        """Let members begin whose round has come; where there are no others, that is now."""
+        for state in self.layers.values():
+            last = max(state.begins.values(), default=0)
+            now = self._round(state) if self._active(state) else last
+            for member in [x for x, after in state.begins.items() if after <= now]:
+                del state.begins[member]
+                state.clocks[member] = now + (member in state.pending)
 
     def fence(self, member: int, place: Place) -> dict[int, IntervalSet]:
         """Refuse pushes of a member from now on; return each layer's credits in a loop."""
         self.counted.pop(member, None)
+        for state in self.layers.values():
+            state.begins.pop(member, None)
+        self._begin_due()
         return self.credits(place)
 
     def credits(self, place: Place) -> dict[int, IntervalSet]:
@@ -183,7 +221,7 @@ class KeyRange:
 
     def _missing(self, state: LayerState) -> list[int]:
         """Return the members of which a round of a layer lacks a push."""
-        return [x for x, counts in self.counted.items() if counts and x not in state.pending]
+        return [x for x in self._active(state) if x not in state.pending]
 
     def next_step(self, layer: int, *, complete: bool) -> Step:
         """Return the step of a layer that is due; ``complete``: with what the pushes add."""
@@ -207,6 +245,7 @@ class KeyRange:
         state.outer.step(step.share or self._share(state), self.outer)
         state.pending = {}
         _adopt(state, after)
+        self._begin_due()
 
     def settled(self, member: int, layers: Mapping[int, int]) -> bool | None:
         """Return whether pushes of layers, by their numbers, are known; None while they wait for a
@@ -224,13 +263,16 @@ class KeyRange:
 
     def may_pull(self, layer: int, member: int, after: int) -> bool:
         """Return whether a member's pull of a layer has not to wait: its own push number ``after``
-        is included, and the slowest member is at most the staleness behind.
+        is included, it takes part in rounds if it is counted, and the slowest member is at most
+        the staleness behind.
         """
         state = self.layers[layer]
         if member in state.pending or state.numbers.get(member, 0) < after:
             return False
+        if member in state.begins:
+            return False
         clock = state.clocks.get(member, 0)
-        clocks = [state.clocks.get(x, 0) for x, counts in self.counted.items() if counts]
+        clocks = [state.clocks.get(x, 0) for x in self._active(state)]
         return clock - min(clocks, default=clock) <= self.max_staleness
 
     def content(self) -> dict[str, Any]:
@@ -256,6 +298,7 @@ def layer_content(state: LayerState) -> dict[str, Any]:
         "revision": state.revision,
         "pending": {m: [change.weight, *change.tensors] for m, change in state.pending.items()},
         "clocks": state.clocks,
+        "begins": state.begins,
         "weights": state.weights,
         "numbers": state.numbers,
         "place": list(state.place),
@@ -272,7 +315,8 @@ def layer_of(content: Mapping[str, Any]) -> LayerState:
         float(content["fraction"]),
     )
     pending = {m: Change(float(w), tensors) for m, (w, *tensors) in content["pending"].items()}
-    state = LayerState(tuple(content["names"]), outer, pending=pending)
+    begins = {int(member): int(after) for member, after in content["begins"].items()}
+    state = LayerState(tuple(content["names"]), outer, pending=pending, begins=begins)
     _adopt(state, content)
     return state
 
@@ -293,6 +337,6 @@ def restored(content: Mapping[str, Any]) -> LayerState:
     are credited, so they stay for the next step.
     """
     state = layer_of(content)
-    state.clocks, state.weights, state.numbers = {}, {}, {}
+    state.clocks, state.begins, state.weights, state.numbers = {}, {}, {}, {}
     state.revision = (state.revision // GENERATION + 1) * GENERATION
     return state

@@ -15,6 +15,7 @@ meanwhile, which is part of the next Δ: no sample's change is lost or sent twic
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ from pipollux_perfmodel.timing.params import AUTO as AUTO_INTERVAL
 
 from .compression import ErrorFeedback
 from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_dtype
-from .key_range import FENCED, GENERATION, PAST, Place
+from .key_range import FENCED, PAST, Place
 from .leases import Cut, Leases, Span
 from .options import PushPull
 from .transport import ServerError, bytes_of, require_zmq
@@ -50,15 +52,15 @@ LEAVING = 5.0
 """Seconds that the end of the script waits for the servers to note it."""
 COMPRESSED = 4
 """Compressed pushes that have as many bytes as an outer step."""
-BETWEEN_ROUNDS = "between rounds"
 REASONS = {
     FENCED: "was lost for the servers for a while",
     PAST: "is ahead of a server that was restored",
-    BETWEEN_ROUNDS: "joined while a server was started again",
 }
 """Why a replica joins again, by the error."""
 SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
+SMOOTHING_ROUNDS = 0.5
+"""The same of the steps of a round, which have a mean of their own."""
 
 
 @dataclass
@@ -117,6 +119,7 @@ class Learner:
         self._base: dict[str, Tensor] = {}
         """Θ, by parameter name."""
         self._revisions: dict[int, int] = {}
+        self._rounds: dict[int, int] = {}
         self._feedback = ErrorFeedback() if options.compression else None
         self._member = 0
         self._lost = False
@@ -131,9 +134,9 @@ class Learner:
         """Arguments of :meth:`open`."""
         self._begins = False
         """Whether it has joined, and has no samples yet."""
-        self._aligned_in: Place | None = None
-        """The loop in which this replica has joined again to be in one round with the others."""
         self._step_time = self._sync_time = 0.0
+        self._round: list[float] = []
+        """Seconds of the steps since the last lease. Some are slow, as those during a push."""
         self._since: float | None = None
         self._in_loop = False
         self._confirmations: list[Handle[Any]] = []
@@ -188,7 +191,8 @@ class Learner:
         values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
         names = {key: [name for name, _ in several] for key, several in self._layers.items()}
         self._worker.init(values, names, again=again)
-        self._context.control.barrier()  # all layers exist
+        mine = json.dumps([fragment.keys for fragment in self._fragments]).encode()
+        several = self._context.control.gather_bytes(mine)  # after which all layers exist
         env = self._context.env
         reply: dict[str, Any] = {"member": 0, "place": None}
         if env.stage == 0:
@@ -197,6 +201,7 @@ class Learner:
             expected = 1 if env.joins else env.expected_replicas
             header |= {"num_layers": self._num_layers, "expected": expected}
             header |= {"node": env.node or socket.gethostname(), "former": self._member}
+            header["fragments"] = [keys for each in several for keys in json.loads(each)]
             reply = self._worker.ask(header).wait().header
             self._note_present(reply)
         shared = f"{reply['member']} {reply['place'] or ''}".encode()
@@ -218,9 +223,9 @@ class Learner:
         self._lost = True
 
     def _align(self) -> None:
-        """Begin with the fragment that has the fewest outer steps, as all other replicas do."""
-        revisions = [self._revisions[fragment.keys[0]] for fragment in self._fragments]
-        self._next, self._progress = revisions.index(min(revisions)), 0
+        """Begin with the fragment that has the fewest rounds, as all other replicas do."""
+        rounds = [self._rounds[fragment.keys[0]] for fragment in self._fragments]
+        self._next, self._progress = rounds.index(min(rounds)), 0
 
     # The loop over data.
 
@@ -273,6 +278,9 @@ class Learner:
     def _request(self, batch: int, *, idle: bool = False) -> dict[str, Any]:
         """Return the ledger's next answer."""
         self._turn += 1
+        if self._round:
+            self._step_time = _smooth(self._step_time, fmean(self._round), SMOOTHING_ROUNDS)
+            self._round.clear()
         header = {"op": "answer", "member": self._member, "turn": self._turn, "idle": idle}
         header |= {"stage": self._context.env.stage, "batch": batch}
         header |= {"step_time": self._step_time, "sync_time": self._sync_time}
@@ -283,11 +291,11 @@ class Learner:
             if found["status"] == "leased":
                 self._steps = found["steps"]
                 self._note_present(found)
-                if self._begins:
-                    # Only now do others wait for this replica: until then they went on.
-                    self._begins = False
-                    self._pull_all()
-                    self._align()
+            if found["status"] != "none" and (idle or self._begins):
+                # Only now do others wait for this replica: until then they went on.
+                self._begins = False
+                self._pull_all()
+                self._align()
             return dict(found)
 
     def _note_present(self, found: Mapping[str, Any]) -> None:
@@ -314,7 +322,7 @@ class Learner:
         span = self._leases.done()
         now = time.monotonic()
         if self._since is not None:
-            self._step_time = _smooth(self._step_time, now - self._since)
+            self._round.append(now - self._since)
         for fragment in self._fragments:
             fragment.age += 1
             fragment.spans.append(span)
@@ -364,7 +372,6 @@ class Learner:
                 if fragment.pull is not None:
                     self._apply(fragment)
             answer = self._request(batch, idle=True)
-            self._pull_all()
         except ServerError as error:
             self._rejoin(error)
             return True
@@ -374,7 +381,6 @@ class Learner:
             self._leases.hold(answer)
             return True
         self._in_loop = False
-        self._align()
         return False
 
     def _push_rest(self) -> None:
@@ -449,26 +455,18 @@ class Learner:
                     self._push(other)
             pulled = fragment.pull.wait()
             self._align()
-            self._leave_if_between_rounds(fragment, pulled)
         took = pulled.arrived - fragment.pushed_at - pulled.waited
         self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
         for key in fragment.keys:
             for (name, parameter), value in zip(self._layers[key], pulled.values[key], strict=True):
                 since = _master(parameter) - fragment.sent[name]
                 self._adopt(name, parameter, value, since)
-        self._revisions |= pulled.revisions
+        self._note(pulled)
         fragment.pull, fragment.sent = None, {}
 
-    def _leave_if_between_rounds(self, fragment: Fragment, pulled: Pulled) -> None:
-        """Join again if this replica and the others wait for each other in every round: it joined
-        while a round had ended on one server and not yet on another, as that was started again.
-        """
-        rounds = {pulled.revisions[key] % GENERATION for key in fragment.keys}
-        lockstep = self.options.max_staleness == 0 and self.options.quorum is None
-        alone = self._context.env.processes_per_replica == 1
-        if len(rounds) > 1 and lockstep and alone and self._aligned_in != self._place:
-            self._aligned_in = self._place
-            raise ServerError(BETWEEN_ROUNDS)
+    def _note(self, pulled: Pulled) -> None:
+        self._revisions |= pulled.revisions
+        self._rounds |= pulled.rounds
 
     def _adopt(self, name: str, parameter: nn.Parameter, value: Tensor, since: Tensor) -> None:
         with torch.no_grad():
@@ -484,7 +482,7 @@ class Learner:
         for key, several in self._layers.items():
             for (name, parameter), value in zip(several, pulled.values[key], strict=True):
                 self._adopt(name, parameter, value, torch.zeros_like(value))
-        self._revisions |= pulled.revisions
+        self._note(pulled)
 
     def _rejoin(self, error: ServerError) -> None:
         """Go on as a new member after the servers have given up this one.
@@ -592,8 +590,8 @@ def _joined(spans: Sequence[Span], key: int) -> list[list[int]]:
     return joined
 
 
-def _smooth(mean: float, value: float) -> float:
-    return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
+def _smooth(mean: float, value: float, weight: float = SMOOTHING) -> float:
+    return value if mean == 0.0 else mean + weight * (value - mean)
 
 
 def _digest(module: nn.Module) -> int:

@@ -57,6 +57,8 @@ class Member:
     processes: int
     node: str = ""
     """Name of its host."""
+    fragments: list[list[int]] = field(default_factory=list)
+    """Layers that it pushes together."""
     place: Place | None = None
     """The loop that all of its processes have reached."""
     opened: set[int] = field(default_factory=set)
@@ -103,11 +105,18 @@ class Ledger:
         self.done: dict[int, IntervalSet] = {}
         self.free: list[Lease] = []
 
-    def join(self, replica: int, processes: int, num_layers: int, node: str = "") -> int:
+    def join(
+        self,
+        replica: int,
+        processes: int,
+        num_layers: int,
+        node: str = "",
+        fragments: Sequence[Sequence[int]] = (),
+    ) -> int:
         """Return the number of a new member."""
         number = self.next_member
         self.next_member += 1
-        self.members[number] = Member(replica, processes, node)
+        self.members[number] = Member(replica, processes, node, [list(x) for x in fragments])
         self.num_layers = num_layers
         return number
 
@@ -370,7 +379,7 @@ class Ledger:
         ledger.done = {int(layer): IntervalSet(spans) for layer, spans in content["done"].items()}
         ledger.free = [_lease(x) for x in content["free"]]
         for number, given in content["members"].items():
-            member = Member(given["replica"], given["processes"], given.get("node", ""))
+            member = Member(given["replica"], given["processes"], given["node"], given["fragments"])
             for name in ("counted", "step_time", "sync_time", "batch"):
                 setattr(member, name, given[name])
             member.place = _place(given["place"])

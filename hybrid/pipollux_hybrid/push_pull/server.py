@@ -30,7 +30,7 @@ from torch import Tensor
 from pipollux_hybrid.errors import PeerLostError
 
 from .kept_state import KeptState
-from .key_range import FENCED, RejectedError
+from .key_range import FENCED, ROUND_OVER, RejectedError
 from .shard import Shard, layers_to_pull
 from .transport import Connection, Listener, Message, ServerError, end, start_authenticator
 
@@ -149,7 +149,9 @@ class Server:
     async def _live(self) -> None:
         """Recover this server's state, then watch the replicas and save, until it is unused."""
         await self._recover()
-        self.ready.set()
+        async with self._ledger_lock:
+            self.ready.set()
+            await self._repeat_counts()
         saved = used = time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, self._lost_after / 5.0))
@@ -178,6 +180,13 @@ class Server:
                 self._seen = dict.fromkeys(self.shard.ledger.members, now)
             async with self._lock:  # a step may have been due when the server ended
                 await self._step(self.shard)
+
+    async def _repeat_counts(self) -> None:
+        """Tell all servers who takes part, which this one may have been about to do as it ended."""
+        if self.index == 0 and self.shard is not None:
+            members = self.shard.book.members
+            counts = {number: member.counted for number, member in members.items()}
+            await self._recount(Message({"count": counts}))
 
     @property
     def _next(self) -> int:
@@ -348,6 +357,7 @@ class Server:
             "pull": self._pull,
             "configure": self._configure,
             "credits": self._credits,
+            "rounds": self._rounds,
         }
         if operation not in handlers:
             raise ValueError("this server does not know the operation; use one version everywhere")
@@ -521,22 +531,64 @@ class Server:
 
     async def _recount(self, reply: Message) -> None:
         """Tell all servers for which members rounds wait, after a change of it."""
-        if reply.header["count"]:
-            members = {str(m): on for m, on in reply.header["count"].items()}
-            await self._tell({"op": "count", "members": members})
+        count = {int(member): bool(on) for member, on in reply.header["count"].items()}
+        while count:
+            after = await self._rounds_to_begin_after(count)
+            told = {"op": "count", "members": {str(m): on for m, on in count.items()}}
+            try:
+                await self._tell({**told, "after": after})
+                return
+            except (RejectedError, ServerError) as error:
+                if str(error) != ROUND_OVER:
+                    raise
+            await self._tell({**told, "members": {str(m): False for m in count}})
+
+    async def _rounds_to_begin_after(self, count: Mapping[int, bool]) -> dict[str, int]:
+        """Return the round of each layer after which members begin that are counted from now on.
+
+        It is equal for the layers of a fragment. A round may have ended on one server and be under
+        way on another, as when that was started again::
+
+            server 0   round 7 ended     the new member begins in round 8
+            server 1   round 6 ended     round 7 does not wait for it, round 8 does
+        """
+        book = self._own.book
+        begin = [book.members[member] for member, on in count.items() if on]
+        if not (begin and book.lockstep):
+            return {}
+        found = await self._gather({"op": "rounds"}, self._rounds, "rounds")
+        for keys in (map(str, keys) for member in begin for keys in member.fragments):
+            known = [key for key in keys if key in found]
+            found |= dict.fromkeys(known, max((found[key] for key in known), default=0))
+        return found
 
     async def _tell(self, header: Mapping[str, Any]) -> list[Message]:
         """Apply an operation on all servers."""
         message = Message(dict(header))
         others = [other.call(message, PATIENCE) for other in self._others.values()]
-        return await asyncio.gather(self._apply(message), *others)
+        replies = await asyncio.gather(self._apply(message), *others, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [reply for reply in replies if isinstance(reply, Message)]
 
     async def _gather_credits(self) -> dict[str, Any]:
         """Return what each layer was trained on in the ledger's loop."""
-        message = Message({"op": "credits", "place": self._own.book.place})
+        header = {"op": "credits", "place": self._own.book.place}
+        return await self._gather(header, self._credits, "credits")
+
+    async def _gather(
+        self, header: Mapping[str, Any], own: Callable[[Message], Awaitable[Message]], name: str
+    ) -> dict[str, Any]:
+        """Return what all servers say of their layers."""
+        message = Message(dict(header))
         others = [other.call(message, PATIENCE) for other in self._others.values()]
-        replies = await asyncio.gather(self._credits(message), *others)
-        return {key: spans for reply in replies for key, spans in reply.header["credits"].items()}
+        replies = await asyncio.gather(own(message), *others)
+        return {key: x for reply in replies for key, x in reply.header[name].items()}
+
+    async def _rounds(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+        rounds = self._own.keys.rounds()
+        return Message({"rounds": {str(key): number for key, number in rounds.items()}})
 
     async def _credits(self, message: Message) -> Message:
         epoch, loop = message.header["place"]

@@ -57,7 +57,9 @@ class Shard:
         return Message({})
 
     def _op_count(self, message: Message) -> Message:
-        self.keys.count({int(m): bool(on) for m, on in message.header["members"].items()})
+        header = message.header
+        after = {int(key): int(number) for key, number in header.get("after", {}).items()}
+        self.keys.count({int(m): bool(on) for m, on in header["members"].items()}, after)
         return Message({})
 
     def _op_fence(self, message: Message) -> Message:
@@ -120,7 +122,7 @@ class Shard:
     def _op_join(self, message: Message) -> Message:
         header = message.header
         given = header["replica"], header["processes"], header["num_layers"]
-        number = self.book.join(*given, header["node"])
+        number = self.book.join(*given, header["node"], header["fragments"])
         return Message({"member": number, "place": self.book.place, **self.book.present()})
 
     def _op_open(self, message: Message) -> Message:
@@ -178,14 +180,15 @@ class Shard:
 
 
 def layers_to_pull(shard: Shard, layers: Iterable[int]) -> Message:
-    """Return the current parameters of layers, with their revisions."""
+    """Return the current parameters of layers, with their revisions and rounds."""
     states = {key: shard.keys.layers[key] for key in layers}
     tensors = [x for state in states.values() for x in state.outer.values]
     counts = {str(key): len(state.outer.values) for key, state in states.items()}
     revisions = {str(key): state.revision for key, state in states.items()}
     # The reply is sent later, and steps change parameters in place.
     copies = [torch.clone(x) for x in tensors]
-    return Message({"counts": counts, "revisions": revisions}, copies)
+    rounds = {str(key): number for key, number in shard.keys.rounds().items() if key in states}
+    return Message({"counts": counts, "revisions": revisions, "rounds": rounds}, copies)
 
 
 def _credits(message: Message) -> Credits:

@@ -62,12 +62,15 @@ class Pulled:
     def __init__(self, replies: Iterable[Message]) -> None:
         self.values: dict[int, list[Tensor]] = {}
         self.revisions: dict[int, int] = {}
+        self.rounds: dict[int, int] = {}
+        """Rounds of the layers that have ended."""
         self.waited = 0.0
         """Seconds for which servers waited for other replicas."""
         self.arrived = time.monotonic()
         for reply in replies:
             self.values |= unflattened(reply.header["counts"], reply.tensors)
             self.revisions |= {int(key): x for key, x in reply.header["revisions"].items()}
+            self.rounds |= {int(key): x for key, x in reply.header["rounds"].items()}
             self.waited = max(self.waited, reply.header["waited"])
 
 

@@ -247,6 +247,7 @@ def test_a_replica_beside_a_copy_pulls_from_it_and_else_from_the_server(
             values = {key: [torch.full((2,), float(key))] for key in LAYERS}
             worker.init(values, {key: ["w"] for key in LAYERS})
             join = {"op": "join", "replica": 0, "processes": 1, "num_layers": 2, "former": 0}
+            join["fragments"] = [[0, 1]]
             asked = worker.ask({**join, "expected": 1, "node": "a"}).wait()
             member = asked.header["member"]
             request = {"op": "pull", "member": member, "layers": {"0": 0}, "copy": True}
