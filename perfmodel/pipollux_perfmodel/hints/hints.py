@@ -31,6 +31,7 @@ from pipollux_perfmodel.goodput.goodput import GoodputFunction
 from pipollux_perfmodel.goodput.speedup import SpeedupFunction
 from pipollux_perfmodel.partitioning.layer_profile import check_balance
 from pipollux_perfmodel.timing.params import MAX_LEVELS, check_params, even_shares
+from pipollux_perfmodel.timing.step_time import SyncCost, sync_cost
 
 from .codec import (
     STRICT_KEYS,
@@ -207,6 +208,16 @@ class SchedHints(BaseModel):
         if self.perf_params is None or self.grad_params is None or self.init_batch_size is None:
             return None
         return GoodputFunction(self.perf_params, self.grad_params, self.init_batch_size)
+
+    def sync_cost(self, num_nodes: int, num_replicas: int, level: int = 1) -> SyncCost | None:
+        """Return what pushes and pulls cost, across a level of the network; None if step times are
+        not known, or replicas average gradients in every step.
+        """
+        if self.perf_params is None or self.init_batch_size is None:
+            return None
+        params = self.perf_params.at_level(level)
+        sizes = num_nodes, num_replicas, self.init_batch_size, 0, self.num_microbatches
+        return sync_cost(params, *sizes)
 
     @property
     def corrections(self) -> StepCorrections | None:

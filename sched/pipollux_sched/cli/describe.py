@@ -75,7 +75,7 @@ def job_sections(job: JobDetails, now: float | None = None) -> RenderableType:
     parts: list[RenderableType] = [_head(job, now)]
     for title, rows in (
         ("Spec", _spec(job.spec)),
-        ("Progress", (*_progress(job.progress, now), *_pipeline(job))),
+        ("Progress", (*_progress(job.progress, now), *_pipeline(job), *_synchronization(job))),
         ("Hints", (*_hints(job.hints), *_planned_by(job.planned_by))),
     ):
         parts += _section(title, _pairs(rows))
@@ -237,6 +237,11 @@ def _pipeline(job: JobDetails) -> Iterator[tuple[str, str]]:
     several = params.get("chunks_per_stage", 1)
     chunks = f", {several} chunks to a stage" if several > 1 else ""
     yield "Pipeline", f"{stages}, {parts}, {params.get('schedule', 'gpipe')}{chunks}"
+
+
+def _synchronization(job: JobDetails) -> Iterator[tuple[str, str]]:
+    if job.synchronization is not None:
+        yield "Synchronization", job.synchronization
 
 
 def _hints(hints: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

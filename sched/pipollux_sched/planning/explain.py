@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pipollux_perfmodel import SchedHints
-from pipollux_perfmodel.timing.step_time import sync_cost
 from pipollux_policies import (
     MEASURED_REACH,
     FairStanding,
@@ -32,7 +30,7 @@ from pipollux_sched.allocator.decide import others_of
 from pipollux_sched.allocator.inherited_hints import WarmStart
 from pipollux_sched.allocator.job_infos import count_fitting, linear_speedup, node_template
 from pipollux_sched.allocator.reasons import NOBODY, Others, why_nothing
-from pipollux_sched.allocator.snapshot import Snapshot, present_nodes
+from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import SchedulableJob, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
@@ -51,6 +49,7 @@ from pipollux_sched.views.explanation import (
 )
 from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
+from pipollux_sched.views.synchronization import synchronization_of
 from pipollux_utils.text import count, seconds, spell_moment
 
 MOST_DEVICES = 8
@@ -115,21 +114,9 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         waits_for=found.waits_for,
         planned_by=found.planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
-        synchronization=_synchronization(store, job.name, nodes),
+        synchronization=synchronization_of(store, job.name, nodes),
         network=list(found.network),
     )
-
-
-def _synchronization(store: Store, job: str, nodes: Sequence[str]) -> str | None:
-    """Return what pushes and pulls cost a job on its nodes; None: unknown, or all-reduces."""
-    hints = store.hints().get(job)
-    found = SchedHints.from_json_object(hints) if hints and nodes else None
-    if found is None or found.perf_params is None or found.init_batch_size is None:
-        return None
-    params = found.perf_params.at_level(max(network_level(nodes, present_nodes(store.nodes())), 1))
-    replicas, batch = (len(set(nodes)), len(nodes)), found.init_batch_size
-    cost = sync_cost(params, *replicas, batch, 0, found.num_microbatches)
-    return None if cost is None else str(cost)
 
 
 def next_change(state: JobState) -> NextChange | None:

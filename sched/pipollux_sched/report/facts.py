@@ -130,11 +130,12 @@ def _job_sentence(job: JobRun, run: Run) -> str:
         for before, g in pairwise(job.started)
         if g.started is not None and g.num_replicas != before.num_replicas
     ]
+    more = f" {job.synchronization}" if job.synchronization else ""
     if not turns:
-        return f"{first} throughout."
+        return f"{first} throughout.{more}"
     if len(turns) > 3:
-        return f"{first}, and then with {min(sizes)} to {max(sizes)}."
-    return f"{first}, with {listing(turns)} on."
+        return f"{first}, and then with {min(sizes)} to {max(sizes)}.{more}"
+    return f"{first}, with {listing(turns)} on.{more}"
 
 
 def _outcomes(jobs: list[JobRun]) -> str:

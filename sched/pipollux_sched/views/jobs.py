@@ -14,6 +14,7 @@ from .devices import devices_of_job
 from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 from .notifications import notification_view
+from .synchronization import synchronization_of
 
 NUM_EVENTS = 10
 """Number of newest events in a job's details."""
@@ -80,6 +81,9 @@ def job_details(
         hints=hints,
         planned_by=planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
+        synchronization=synchronization_of(
+            store, job.name, job.state.running_on or job.state.assigned
+        ),
         devices=devices_of_job(store, job.name),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
         notifications=[

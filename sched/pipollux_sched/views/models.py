@@ -326,7 +326,8 @@ class JobDetails(JobView):
     The last `events` have the form of `EventView`. `changing`: an elastic resize in progress, in
     words; null: there is none. `devices`: those that it holds, where known. `planned_by`: the job
     whose hints are used until this job has sent its own; null: there is none, or it has sent its
-    own. `notifications`: the last ones about it.
+    own. `notifications`: the last ones about it. `synchronization`: what pushes and pulls cost;
+    null: not known, or replicas average gradients in every step.
     """
 
     number: int
@@ -339,6 +340,7 @@ class JobDetails(JobView):
     hints: dict[str, Any] | None
     planned_by: str | None
     forecast: ForecastView | None = None
+    synchronization: str | None = None
     devices: list[JobDeviceView] = []
     events: list[dict[str, Any]]
     notifications: list[NotificationView] = []

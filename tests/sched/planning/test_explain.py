@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from pipollux_perfmodel import SchedHints
 from pipollux_policies import NodeInfo
 from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Nodes, SchedulableJob, free_of
+from pipollux_sched.cli.describe import job_sections
 from pipollux_sched.lifecycle import Allocate, Intent, JobState, Membership, Phase
 from pipollux_sched.planning.explain import (
     Limit,
@@ -27,6 +29,7 @@ from pipollux_sched.planning.explain import (
 )
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
+from pipollux_sched.views.jobs import job_details
 from tests.sched.store.stores import point, serve_nodes
 
 NODES = {name: NodeInfo({"slots": 2}) for name in "abc"}
@@ -321,7 +324,13 @@ def test_what_pushes_and_pulls_cost(tmp_path: Path) -> None:
         perf = {**PERF, "alpha_n": 8.0, "sync_every": 100}
         store.put_hints("pp", 1, {**HINTS, "perfParams": perf})
         said = explanation(store, store.job("pp")).synchronization
+        details = job_details(store, store.job("pp"))
     share = 0.08 / (0.08 + 0.021 + 32 * 0.0046)
     assert said is not None
     assert said.startswith("Replicas push and pull every 100 steps: 8 s each time")
     assert f"waits for {share:.1%} of the time" in said
+    assert details.synchronization == said
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(job_sections(details))
+    assert said in captured.get()

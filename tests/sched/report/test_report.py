@@ -47,6 +47,22 @@ def html(events: list[Event]) -> str:
     return render_report(events)
 
 
+@pytest.mark.parametrize(
+    ("interval", "says"),
+    [(100, "Replicas push and pull every 100 steps: 2 s each time"), (0, ""), ("often", "")],
+)
+def test_header_tells_what_pushes_and_pulls_cost(
+    interval: object, says: str, events: list[Event]
+) -> None:
+    first = next(e for e in events if e["type"] == "hints")
+    params = dict.fromkeys(("alpha_c", "beta_c", "beta_n", "alpha_r", "beta_r"), 0.01)
+    params |= {"alpha_n": 2.0, "gamma": 1.0, "sync_every": interval}
+    sent = {**first, "hints": {"initBatchSize": 32, "numStages": 2, "perfParams": params}}
+    header = Page(render_report([*events[:-1], sent, events[-1]])).text("header")
+    assert ("Replicas push and pull" in header) == bool(says)
+    assert says in header
+
+
 def test_header_tells_the_headline_numbers(html: str, events: list[Event]) -> None:
     header = Page(html).text("header")
     assert "char-lm and digits on two nodes" in header

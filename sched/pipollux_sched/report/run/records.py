@@ -134,6 +134,8 @@ class JobRun:
     name: str
     num_stages: int = 1
     num_microbatches: int | None = None
+    synchronization: str = ""
+    """What pushes and pulls cost by its last hints; empty: unknown, or all-reduces."""
     owner: str = ""
     """Its user and team, as far as known."""
     program: str = ""

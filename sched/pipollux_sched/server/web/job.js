@@ -139,10 +139,10 @@ export class JobPage {
   }
 
   /** Show the job's forecast, owner, program and GPUs. */
-  #facts({ spec, forecast, devices }) {
+  #facts({ spec, forecast, devices, synchronization }) {
     const starts = forecast?.start ? between(forecast.start) : null;
     const gpus = devices.map((one) => `${one.node}: ${deviceLine(one)}`).join("; ");
-    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, "Forecast note": forecast?.note, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" "), GPUs: gpus };
+    const facts = { Starts: starts, Ends: forecast ? between(forecast.end) : null, "Forecast note": forecast?.note, Owner: spec.user, Team: spec.team, Priority: spec.priority, Image: spec.image, Script: spec.script, Arguments: spec.args.map(quoted).join(" "), GPUs: gpus, Synchronization: synchronization };
     const known = Object.entries(facts).filter(([, value]) => value);
     const text = JSON.stringify(known);
     if (this.facts.told === text) return;
