@@ -3,7 +3,8 @@
     python -I -S supervisor.py STATUS LOG LIMIT COMMAND...         the parent of an agent
     python -I -S supervisor.py --step BASE LOG LIMIT COMMAND...    the same on a node of a cluster
 
-With `--memory=BYTES` before these, it ends COMMAND with all its processes when they use more. With
+With `--memory=BYTES` before these, it ends COMMAND with all its processes when they use more; with
+`--memory=BYTES:GROUP` COMMAND starts in the control group GROUP, where the kernel limits it. With
 `--guard=PID` before all, another process stands between it and its parent PID: see `guard`.
 
 Only the parent of a process receives its exit status. To keep it when a scheduler is killed, each
@@ -46,6 +47,8 @@ from typing import Any
 
 MEMORY_INTERVAL = 0.5
 """Seconds between two checks of the memory."""
+CHARGE = 2**20
+"""Bytes by which a full control group may be below its limit, more than the kernel adds at once."""
 PIPE_SIZE = 2**16
 """Bytes that a pipe holds, by default."""
 LAST_WORDS = 1.0
@@ -190,6 +193,9 @@ class MemoryWatch:
     checked periodically, so that a quick process may exceed the limit for a moment.
     """
 
+    enter: Callable[[], None] | None = None
+    """Called in the process that becomes COMMAND."""
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used: int | None = None
@@ -205,18 +211,23 @@ class MemoryWatch:
         """Return the entries of a status."""
         return {} if self.used is None else {"memory": [self.limit, self.used]}
 
+    def end(self, code: int) -> int:
+        """Return the exit status to record for a COMMAND that has ended with `code`."""
+        return code
+
     def _run(self) -> None:
         while True:
             time.sleep(MEMORY_INTERVAL)
-            found = self.processes()
-            if sum(map(_resident, found)) <= self.limit:  # an upper bound, and quickly read
-                continue
-            used = sum(map(_proportional, found))
-            if used > self.limit:
-                self.used = used
-                for pid in found:
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+            self._check()
+
+    def _check(self) -> None:
+        found = self.processes()
+        if sum(map(_resident, found)) <= self.limit:  # an upper bound, and quickly read
+            return
+        used = sum(map(_proportional, found))
+        if used > self.limit:
+            self.used = used
+            _kill(found)
 
     def processes(self) -> list[int]:
         """Return the processes below this one, and those in a session that one of them had."""
@@ -239,6 +250,69 @@ class MemoryWatch:
         shared = set() if os.getsid(0) == own else {os.getsid(0)}
         self._sessions |= {sessions[pid] for pid in below} - shared
         return sorted(below)
+
+
+class MemoryGroup(MemoryWatch):
+    """Processes in a control group, whose memory the kernel limits to `limit`.
+
+    The kernel kills one of them, or all. This kills the others, so that the end is that of a
+    `MemoryWatch`. The group was made for COMMAND alone, by either version of control groups.
+    """
+
+    def __init__(self, limit: int, group: Path) -> None:
+        super().__init__(limit)
+        self._group = group
+        self.enter = self._enter
+
+    def end(self, code: int) -> int:
+        """Return the exit status to record; an agent may see the kill before it is killed, too."""
+        if code == 0:
+            return 0
+        self._check()
+        return code if self.used is None else -signal.SIGKILL
+
+    def processes(self) -> list[int]:
+        """Return the processes of the group."""
+        try:
+            return list(map(int, self._read("cgroup.procs").split()))
+        except OSError:
+            return []
+
+    def _enter(self) -> None:
+        try:
+            (self._group / "cgroup.procs").write_text("0")
+        except OSError as error:
+            say(f"{self._group} cannot be entered: {error.strerror}")
+            os._exit(NO_STATUS)
+
+    def _check(self) -> None:
+        # A kill counts whatever ran out of memory, maybe a group around this one, or the machine.
+        # Version 2 says which; in version 1, this group has been at its limit.
+        peak = self._count("max_usage_in_bytes")
+        full = self._count("oom") or peak >= self.limit - CHARGE
+        if not (self._count("oom_kill") and full):
+            return
+        self.used = peak or self._count("peak") or self.limit
+        _kill(self.processes())
+
+    def _count(self, name: str) -> int:
+        """Return a number from the files of the group; 0: this version has none."""
+        with suppress(OSError, ValueError):
+            if not name.startswith("oom"):
+                return int(self._read(f"memory.{name}"))
+            second = (self._group / "memory.events").exists()
+            words = self._read("memory.events" if second else "memory.oom_control").split()
+            return int(words[words.index(name) + 1])
+        return 0
+
+    def _read(self, name: str) -> str:
+        return (self._group / name).read_text(encoding="ascii")
+
+
+def _kill(processes: list[int]) -> None:
+    for pid in processes:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _resident(pid: int) -> int:
@@ -413,10 +487,12 @@ def run(
     if error is not None:
         say(f"{status} cannot be written ({error}); nothing was started")
         return NO_STATUS
-    process, copying = command.start_logged(words, RotatingLog(log, limit))
+    enter = None if memory is None else memory.enter
+    process, copying = command.start_logged(words, RotatingLog(log, limit), preexec_fn=enter)
     if memory is not None:
         memory.start()
     code = process.wait()
+    code = code if memory is None else memory.end(code)
     copying.join(LAST_WORDS)  # remaining children of COMMAND may hold the pipe open
     over = {} if memory is None else memory.status()
     return record_end(status, {**known, "code": code, "asked": command.asked, **over})
@@ -552,7 +628,8 @@ if __name__ == "__main__":
     if sys.argv[1].startswith("--guard="):
         guard(int(sys.argv.pop(1).removeprefix("--guard=")))
     if sys.argv[1].startswith("--memory="):
-        watch = MemoryWatch(int(sys.argv.pop(1).removeprefix("--memory=")))
+        most, _, group = sys.argv.pop(1).removeprefix("--memory=").partition(":")
+        watch = MemoryGroup(int(most), Path(group)) if group else MemoryWatch(int(most))
     in_step = sys.argv[1] == "--step"
     path, log, limit, *command = sys.argv[1 + in_step :]
     main = run_step if in_step else run

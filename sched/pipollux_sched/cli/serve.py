@@ -15,6 +15,7 @@ import typer
 
 from pipollux_policies import DEFAULT_POLICY, AutoscalingRules, make_policy
 from pipollux_sched.allocator.expander import CommandExpander, Expander
+from pipollux_sched.backend.local import cgroups
 from pipollux_sched.backend.local.hardware import this_machine
 from pipollux_sched.backend.registry import DEFAULT_BACKEND, ENGINES
 from pipollux_sched.backend.slurm.rented_pools import RentedPools
@@ -242,6 +243,8 @@ def serve(
         else:
             token = directory.admin_token_file
             typer.echo(f"Watch it at {scheduler.url}/ with the token in {token}")
+        if nodes.backend == DEFAULT_BACKEND:
+            typer.echo(cgroups.describe())
         serve_until(scheduler, interruption)
         typer.echo("Stopping: jobs save, and resume when the scheduler is started again.")
         scheduler.stop(hurry=lambda: interruption.count > 1)

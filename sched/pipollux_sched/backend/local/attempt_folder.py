@@ -1,7 +1,8 @@
 """The folder of an attempt on this machine: its devices, and the files of its processes.
 
 ``attempt.json`` is written before the first process starts; beside it are, for replica R,
-``replica-R.json`` (status of its supervisor) and ``replica-R.result.json`` (result of its agent).
+``replica-R.json`` (status of its supervisor), ``replica-R.result.json`` (result of its agent) and
+``replica-R.cgroup`` (path of its control group).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from pipollux_sched.store import StateDir
 from pipollux_utils.atomic_write import PRIVATE, write_aside
+
+from . import cgroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,16 @@ class AttemptFolder:
         """Return the folder of a replica's agent."""
         return self.path / f"replica-{replica}.agent"
 
+    def group(self, replica: int) -> Path:
+        """Return the file with the path of a replica's control group."""
+        return self.path / f"replica-{replica}.cgroup"
+
     def create(self) -> None:
         """Create it, or raise OSError; folders of earlier attempts of the job are removed."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in self.path.parent.iterdir():
             if other != self.path:
+                cgroups.remove_recorded(other)
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, placement: LocalPlacement) -> None:

@@ -38,7 +38,7 @@ from pipollux_sched.spec.cluster import ClusterSpec
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 
-from . import processes
+from . import cgroups, processes
 from .attempt_folder import AttemptFolder, LocalPlacement
 from .environment import STATE_DIR, marks, replica_environment
 from .local_gpus import LocalGpus
@@ -117,6 +117,7 @@ class LocalEngine(ProcessEngine[LocalReplica]):
             ),
             directory=None if program.run_as else program.directory,
             memory_limit=program.memory_limit,
+            group=self._create_group(folder.group(replica), key, program.memory_limit),
         )
         self._replicas[key] = self._replica(key, process)
 
@@ -155,6 +156,9 @@ class LocalEngine(ProcessEngine[LocalReplica]):
 
     def forget(self, job: str, attempt: int) -> None:
         """Remove the folder and the port of an attempt: see `Engine`."""
+        replicas = [found for key, found in self._replicas.items() if key[:2] == (job, attempt)]
+        if all(replica.ended is not None for replica in replicas):
+            cgroups.remove_recorded(self._state_dir.attempt(job, attempt))
         super().forget(job, attempt)
         self._ports.pop((job, attempt), None)
 
@@ -203,7 +207,13 @@ class LocalEngine(ProcessEngine[LocalReplica]):
             process,
             lambda: ReplicaResult.read(folder.result(key.replica)),
             marks(str(self._state_dir.path), key),
+            cgroups.recorded(folder.group(key.replica)),
         )
+
+    def _create_group(self, record: Path, key: ReplicaKey, limit: int | None) -> Path | None:
+        if limit is None:
+            return None
+        return cgroups.create_recorded("-".join(map(str, key)), limit, record)
 
     def _place(
         self, folder: AttemptFolder, launch: Launch, program: ReplicaProgram

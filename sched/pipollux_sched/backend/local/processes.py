@@ -12,12 +12,15 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from pipollux_sched.backend.base import Ended, ReplicaState, Signal
 from pipollux_sched.backend.replica.replica_process import ReplicaProcess
 from pipollux_sched.backend.result import ReplicaResult, out_of_memory
+
+from . import cgroups
 
 LINGER = 1.0
 """Seconds that processes left behind by an agent have to end before they are killed."""
@@ -64,18 +67,23 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 class LocalReplica:
-    """The processes of one replica; it has ended when none of them, found by `marks`, is left."""
+    """The processes of one replica, found by `marks` and in its control group.
+
+    It has ended when none of them is left, and the group is removed.
+    """
 
     def __init__(
         self,
         process: ReplicaProcess,
         result: Callable[[], ReplicaResult],
         marks: Mapping[str, str],
+        group: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._process = process
         self._result = result
         self._marks = marks
+        self._group = group
         self._clock = clock
         self._over_at: float | None = None
         self._ended: Ended | None = None
@@ -92,7 +100,7 @@ class LocalReplica:
         if status is None or self._ended is not None:
             return ReplicaState(handle, ended=self._ended)
         left = self._left()
-        if left:
+        if left or not self._group_removed():
             now = self._clock()
             self._over_at = now if self._over_at is None else self._over_at
             if now >= self._over_at + LINGER:
@@ -126,4 +134,8 @@ class LocalReplica:
 
     def _left(self) -> set[psutil.Process]:
         wanted = self._marks.items()
-        return marked(lambda environment: wanted <= environment.items())
+        found = marked(lambda environment: wanted <= environment.items())
+        return found if self._group is None else found | descendants(cgroups.processes(self._group))
+
+    def _group_removed(self) -> bool:
+        return self._group is None or cgroups.remove(self._group)

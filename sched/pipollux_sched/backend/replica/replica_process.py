@@ -114,10 +114,11 @@ class ReplicaProcess:
         environment: Mapping[str, str],
         directory: Path | None,
         memory_limit: int | None = None,
+        group: Path | None = None,
     ) -> ReplicaProcess:
-        """Start a replica in a separate session, or raise OSError."""
-        own = [sys.executable, "-I", "-S", supervisor.__file__, *memory_option(memory_limit)]
-        own += [str(status), str(log), str(LOG_LIMIT)]
+        """Start a replica in a separate session and a control group, or raise OSError."""
+        own = [sys.executable, "-I", "-S", supervisor.__file__]
+        own += [*memory_option(memory_limit, group), str(status), str(log), str(LOG_LIMIT)]
         process = SessionProcess.start(
             [*own, *command], output=log, environment=environment, directory=directory
         )
@@ -157,9 +158,10 @@ class ReplicaProcess:
         self._process.wait(timeout)
 
 
-def memory_option(limit: int | None) -> list[str]:
+def memory_option(limit: int | None, group: Path | None = None) -> list[str]:
     """Return the option of the supervisor for a limit of memory in bytes; None: there is none."""
-    return [] if limit is None else [f"--memory={limit}"]
+    at = "" if group is None else f":{group}"
+    return [] if limit is None else [f"--memory={limit}{at}"]
 
 
 def read_status(path: Path) -> dict[str, Any]:
