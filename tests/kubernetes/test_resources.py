@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,21 @@ class Site:
         cluster: where its jobs run; pods reach it there.
         namespace: of the jobs.
         folder: of the test, the same inside of containers.
+        allocations: the node of each replica by job; None: the policy decides.
         options: of the backend that differ from the usual ones, by which scripts are shell scripts.
     """
 
-    def __init__(self, cluster: Cluster, namespace: str, folder: Path, **options: Any) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        folder: Path,
+        *,
+        allocations: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
         self.cluster, self.namespace, self.folder = cluster, namespace, folder
+        self._allocations = allocations
         folder.mkdir()
         cluster.declare(CRD)
         chosen: dict[str, Any] = {
@@ -71,6 +81,7 @@ class Site:
             backend_options=self.options,
             interval=1.0,
             grace=20.0,
+            allocations=self._allocations,
         )
         self.scheduler.start()
         return self.scheduler
