@@ -14,7 +14,7 @@ COPY hybrid hybrid
 COPY perfmodel perfmodel
 COPY sched sched
 COPY examples examples
-RUN python -m pip install --constraint constraints.txt ".[demo,kubernetes,postgres,sched]"
+RUN python -m pip install --constraint constraints.txt ".[demo,kubernetes,notify,postgres,push-pull,sched,sweep]"
 
 USER 10001
 ENTRYPOINT ["pipollux"]

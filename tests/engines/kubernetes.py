@@ -78,7 +78,7 @@ class TrainJobCase(KubernetesCase):
     is_even = True
 
     def __init__(self, folder: Path, cluster: Cluster, namespace: str, stack: ExitStack) -> None:
-        trainer = Trainer(stack.enter_context(cluster.client(namespace)))
+        trainer = Trainer(cluster, stack.enter_context(cluster.client(namespace)))
         trainer.start()
         stack.callback(trainer.close)
         super().__init__(folder, cluster, namespace)

@@ -97,6 +97,12 @@ def test_the_base_image_is_pinned() -> None:
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
 
 
+def test_the_image_has_what_a_resource_may_ask_for() -> None:
+    """`servers`, a `search` or `pruner` of `sweep`, and `notify` need packages of extras."""
+    (extras,) = re.findall(r'"\.\[(.*)\]"', (ROOT / "Dockerfile").read_text())
+    assert {"push-pull", "sweep", "notify", "kubernetes", "sched"} <= set(extras.split(","))
+
+
 def test_the_probes_of_the_scheduler_are_answered(tmp_path: Path) -> None:
     """They name a host that the scheduler answers to, and need no token."""
     (deployment,) = [d for d in documents("scheduler.yaml") if d["kind"] == "Deployment"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightkube import Client
 from lightkube.core.exceptions import ApiError
-from lightkube.resources.core_v1 import Event
+from lightkube.resources.core_v1 import Event, Pod, Secret, Service
 from lightkube.types import PatchType
 
 from pipollux_sched.backend.kubernetes.api import Job
@@ -21,9 +21,11 @@ from pipollux_sched.backend.kubernetes.job_resource import (
     view_job,
     waiting_status,
 )
+from pipollux_sched.backend.kubernetes.names import SCHEDULER_LABEL
 from pipollux_sched.backend.kubernetes.options import KubernetesOptions
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.scheduler import Scheduler
+from pipollux_sched.server.address import ServerAddress
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
 from tests.sched.scripts import TRIAL
@@ -35,27 +37,51 @@ CRD = Path(__file__).parents[2] / "deploy/kubernetes/crd.yaml"
 
 
 class Site:
-    """A scheduler of a cluster, which may be killed and started again."""
+    """A scheduler of a cluster, which may be killed and started again.
 
-    def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
+    Args:
+        cluster: where its jobs run; pods reach it there.
+        namespace: of the jobs.
+        folder: of the test, the same inside of containers.
+        allocations: the node of each replica by job; None: the policy decides.
+        options: of the backend that differ from the usual ones, by which scripts are shell scripts.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        folder: Path,
+        *,
+        allocations: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
         self.cluster, self.namespace, self.folder = cluster, namespace, folder
+        self._allocations = allocations
         folder.mkdir()
         cluster.declare(CRD)
+        chosen: dict[str, Any] = {
+            "namespace": namespace,
+            "python": shell(folder),
+            "checkpoint_host_path": str(folder),
+            "checkpoint_folder": str(folder),
+            "pod_security": security(cluster),
+        }
+        self.options = KubernetesOptions(**{**chosen, **options})
         self.client: Client = cluster.client(namespace)
         self.scheduler = self.serve()
 
     def serve(self) -> Scheduler:
         """Start a scheduler."""
-        options = KubernetesOptions(
-            namespace=self.namespace,
-            python=shell(self.folder),
-            checkpoint_host_path=str(self.folder),
-            checkpoint_folder=str(self.folder),
-            pod_security=security(self.cluster),
-        )
-        state_dir = StateDir(self.folder / "state")
         self.scheduler = Scheduler(
-            state_dir, None, backend="kubernetes", backend_options=options, interval=1.0, grace=20.0
+            StateDir(self.folder / "state"),
+            None,
+            address=ServerAddress(host=self.cluster.address),
+            backend="kubernetes",
+            backend_options=self.options,
+            interval=1.0,
+            grace=20.0,
+            allocations=self._allocations,
         )
         self.scheduler.start()
         return self.scheduler
@@ -90,6 +116,15 @@ class Site:
             return status if status.get("phase") == phase else None
 
         return until(reached, f"the resource {name} is {phase}, and not {self.status(name)}")
+
+    def objects(self) -> list[str]:
+        """Return what there is of jobs in the namespace: resources, pods, secrets, services."""
+        label = {SCHEDULER_LABEL: self.options.scheduler}
+        made = [f"Job {job.metadata.name}" for job in self.client.list(Job)]
+        for kind in (Pod, Secret, Service):
+            found = self.client.list(kind, labels=label)
+            made += [f"{kind.__name__} {thing.metadata.name}" for thing in found]
+        return made
 
     def close(self) -> None:
         self.scheduler.stop(grace=20.0)
@@ -233,6 +268,7 @@ def test_a_sweep_is_one_object(site: Site) -> None:
     assert found["best"] == best
     site.client.delete(Job, "rates")
     until(lambda: not site.scheduler.jobs(), "the sweep and its trials are deleted")
+    until(lambda: not site.objects(), "the cluster has nothing of them")
 
 
 @pytest.mark.exhaustive
@@ -247,7 +283,7 @@ def test_a_deleted_sweep_ends_its_trials(site: Site) -> None:
     until(lambda: len(site.cluster.pods(site.namespace)) == 2, "2 trials run again")
     site.client.delete(Job, "rates")
     until(lambda: not site.scheduler.jobs(), "the sweep and its trials are deleted")
-    until(lambda: not site.cluster.pods(site.namespace), "their pods are gone")
+    until(lambda: not site.objects(), "the cluster has nothing of them")
 
 
 @pytest.mark.exhaustive
@@ -285,6 +321,27 @@ def test_created_before_the_job_that_it_waits_for(site: Site) -> None:
     site.await_phase("a-last", Phase.COMPLETE)
     site.apply("never", "exit 0", after=[{"job": "rates", "when": "failed"}])
     assert "can never start" in site.await_phase("never", Phase.FAILED)["message"]
+
+
+@pytest.mark.exhaustive
+def test_one_job_after_another(site: Site) -> None:
+    """It has no pod until the other is complete; one that waits for a failure never starts."""
+    goal = site.folder / "goal"
+    site.apply("prepare", f"while [ ! -e {goal} ]; do sleep 0.05; done", maxReplicas=1)
+    site.apply("train", f"test -e {goal}", after=[{"job": "prepare"}], maxReplicas=1)
+    site.apply("repair", "exit 0", after=[{"job": "prepare", "when": "failed"}], maxReplicas=1)
+    site.await_phase("prepare", Phase.RUNNING)
+    status = site.await_phase("train", Phase.QUEUED)
+    assert status["message"] == "The job waits for job prepare to complete."
+    assert (status["attempt"], status["replicas"]) == (0, 0)
+    assert set(site.cluster.pods(site.namespace)) == {"prepare-a1-r0"}
+    goal.touch()
+    assert site.await_phase("train", Phase.COMPLETE)["attempt"] == 1
+    status = site.await_phase("repair", Phase.FAILED)
+    assert (status["reason"], status["attempt"]) == ("DependencyNotMet", 0)
+    for name in ("prepare", "train", "repair"):
+        site.client.delete(Job, name)
+    until(lambda: not site.scheduler.jobs() and not site.objects(), "nothing of them is left")
 
 
 def test_resources_that_wait_in_a_circle_are_refused(site: Site) -> None:

@@ -22,7 +22,7 @@ from lightkube.types import PatchType
 from pipollux_sched.backend.kubernetes.api import TrainJob
 from pipollux_sched.backend.kubernetes.names import INDEX_LABEL
 
-from .cluster import Definition
+from .cluster import Cluster
 
 DEFINITION = {
     "apiVersion": "apiextensions.k8s.io/v1",
@@ -61,18 +61,21 @@ class TrainJobStatus(GenericNamespacedStatus):
 
 
 class Trainer(threading.Thread):
-    """Makes pods from TrainJobs until it is closed.
+    """Makes pods from the TrainJobs of a namespace until it is closed.
 
     Args:
-        client: of the cluster.
+        cluster: where they are.
+        client: of the namespace.
         runtime: the name of the only runtime that there is.
     """
 
-    def __init__(self, client: Client, runtime: str = "torch-distributed") -> None:
+    def __init__(
+        self, cluster: Cluster, client: Client, runtime: str = "torch-distributed"
+    ) -> None:
         super().__init__(name="trainer")
         self._client, self._runtime = client, runtime
         self._ending = threading.Event()
-        client.create(Definition(**DEFINITION))
+        cluster.declare(DEFINITION)
 
     def run(self) -> None:
         """Look after all TrainJobs again and again."""
