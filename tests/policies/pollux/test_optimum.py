@@ -193,7 +193,7 @@ def test_the_utility_band_advises_a_number_of_nodes() -> None:
 
     def advise(count: int, serial: float, most: int) -> int:
         jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(serial), j, 1, most) for j in range(count)}
-        return PolluxPolicy().optimize(jobs, nodes, {}, node)[1]
+        return PolluxPolicy(population=40, generations=40).optimize(jobs, nodes, {}, node)[1]
 
     assert advise(20, 0.0, 4) > 4  # everybody scales perfectly, and some wait
     assert advise(2, 0.9, 8) < 4  # two jobs that hardly scale
