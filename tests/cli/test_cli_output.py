@@ -45,7 +45,7 @@ def without_note(text: str) -> str:
     return "".join(line for line in text.splitlines(True) if not line.startswith("No scheduler "))
 
 
-@pytest.mark.parametrize("command", first(2, ["jobs", "nodes --output json", "events"]))
+@pytest.mark.parametrize("command", first(1, ["jobs", "nodes --output json", "events"]))
 def test_a_full_device(command: str, tmp_path: Path) -> None:
     ended = shell(f"pipollux {command} > /dev/full", tmp_path)
     assert ended.returncode == 1
@@ -54,7 +54,7 @@ def test_a_full_device(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", first(2, [f"{TABLE} >&-", f"{DATA} 2>&-", f"{DATA} >&-", f"{TABLE} 2>&-"])
+    "command", first(1, [f"{TABLE} >&-", f"{DATA} 2>&-", f"{DATA} >&-", f"{TABLE} 2>&-"])
 )
 def test_a_closed_output(command: str, tmp_path: Path) -> None:
     """As with other programs: nothing is printed, and what is asked for is done."""

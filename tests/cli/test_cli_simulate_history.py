@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ teams:
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A state directory `state` of a scheduler that has had four jobs, and one that never began."""
-    directory, clock = StateDir(tmp_path / "state"), Clock()
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory of a scheduler that has had four jobs, and one that never began."""
+    directory, clock = StateDir(tmp_path_factory.mktemp("history") / "state"), Clock()
     directory.create()
     with Store(directory.database, create=True, clock=clock) as store:
         write_settings(store, "ExactPolicy")
@@ -51,6 +52,13 @@ def folder(tmp_path: Path) -> Path:
             store, clock, JOBS, simulated(JOBS, "exact", {s.name: s.name for s, *_ in JOBS})
         )
         store.submit("late", spec_of("late").model_dump(mode="json"), "token", 3)
+    return directory.path
+
+
+@pytest.fixture
+def folder(state: Path, tmp_path: Path) -> Path:
+    """A folder with a copy `state` of it."""
+    shutil.copytree(state, tmp_path / "state")
     return tmp_path
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError, init_process_group
 from pipollux_hybrid.job import context as contexts
+from tests.extent import turns
 from tests.hybrid.layer_cases import Case, WithLinear, check_case, linear, numbers, train
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -125,8 +126,7 @@ USES: dict[str, Callable[[Keeps], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("how", list(USES))
+@pytest.mark.parametrize(("how", "mode"), turns(list(USES), ["always", "except_last", "never"]))
 def test_a_loss_that_a_layer_keeps(how: str, mode: str) -> None:
     with pytest.raises(ConfigurationError, match=r"attribute '\w+' of layer '1' is used outside"):
         train(keeping(how, USES[how]), activation_checkpoint=mode)

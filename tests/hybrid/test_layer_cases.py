@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError, init_process_group, replica_rank
 from pipollux_hybrid.job import context as contexts
+from tests.extent import turns
 from tests.hybrid.layer_cases import (
     BATCH,
     CASES,
@@ -34,8 +35,7 @@ def fresh_context() -> Iterator[None]:
     contexts.reset()
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("name", "mode"), turns(list(CASES), ["always", "except_last", "never"]))
 def test_one_process(name: str, mode: str) -> None:
     check(train(CASES[name], activation_checkpoint=mode), name)
 

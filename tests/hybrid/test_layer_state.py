@@ -22,6 +22,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.pipeline.contributions import Contributions
 from pipollux_hybrid.pipeline.stage import Stage
+from tests.extent import turns
 from tests.hybrid.layer_cases import (
     WIDTH,
     Case,
@@ -194,8 +195,7 @@ REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", list(REJECTED))
+@pytest.mark.parametrize(("name", "mode"), turns(list(REJECTED), MODES))
 def test_state_that_the_output_depends_on(name: str, mode: str) -> None:
     layer, message = REJECTED[name]
     with pytest.raises(ConfigurationError, match=message):
@@ -232,8 +232,9 @@ def test_with_one_micro_batch_state_is_that_of_the_plain_model(
     check_case(train(case, activation_checkpoint=mode, num_microbatches=1), case)
 
 
-@pytest.mark.parametrize("layer", [Anneals, Remembers, OwnGenerator, SkipsByItself])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("num_microbatches", "layer"), turns([1, 4], [Anneals, Remembers, OwnGenerator, SkipsByItself])
+)
 def test_a_recomputation_that_gives_another_output(
     layer: type[nn.Module], num_microbatches: int
 ) -> None:

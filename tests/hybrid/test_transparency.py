@@ -15,7 +15,7 @@ from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_gro
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.pipeline.microbatch import microbatch_sizes
-from tests.extent import first, pairs
+from tests.extent import first, pairs, turns
 from tests.hybrid.models import (
     assert_close,
     freeze_statistics,
@@ -212,8 +212,7 @@ def test_replicas_without_a_sample_in_the_last_batch(size: int) -> None:
             assert_close(ours, theirs, 1e-12)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(("num_stages", "checkpoint"), turns([1, 2, 4], MODES))
 def test_batch_normalisation_is_that_of_each_micro_batch(num_stages: int, checkpoint: str) -> None:
     """In training it normalises a micro-batch by itself: so does the plain model, given those."""
     contexts.reset()
@@ -255,8 +254,7 @@ def statistics(accum_steps: int) -> dict[str, Tensor]:
     return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("accum_steps", [0, 1])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(("num_replicas", "accum_steps"), turns([1, 2, 3], [0, 1]))
 def test_running_statistics_are_those_of_the_whole_batch(
     num_replicas: int, accum_steps: int
 ) -> None:

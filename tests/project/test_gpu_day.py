@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.extent import first
 from tests.waiting import until
 
 HANGING = """
@@ -30,24 +31,28 @@ day.LEAST = 0.0
 day.PATIENCE = {"cpu": 1.0}
 python = [sys.executable, "-I", "-S", "-c"]
 day.PARTS = {
-    "states": day.Part("A probe", [], day.script("probes.py", "states", "--device", "cpu"), 120),
     "fails": day.Part("Fails", [], [*python, "raise SystemExit('no | memory')"], 60),
     "hangs": day.Part("Hangs", [], [*python, HANGING, sys.argv[1]], 10, "fails"),
     "gpu": day.Part("Nothing here", [], [], 60),
 }
+if sys.argv[3:]:
+    probe = day.script("probes.py", "states", "--device", "cpu")
+    day.PARTS = {"states": day.Part("A probe", [], probe, 120), **day.PARTS}
 sys.exit(day.main(["--device", "cpu", "--out", sys.argv[2]]))
 """
 
 
 @pytest.fixture
-def tables(tmp_path: Path, repository: Path) -> tuple[dict[str, Any], list[list[str]], Path]:
-    """A day of four parts on the CPU: its JSON, the rows of the tables of its page, and a file with
-    the process that a part has left behind.
+def tables(
+    tmp_path: Path, repository: Path, probes: bool
+) -> tuple[dict[str, Any], list[list[str]], Path]:
+    """A day on the CPU, of three parts or with a probe: its JSON, the rows of the tables of its
+    page, and a file with the process that a part has left behind.
     """
     left = tmp_path / "left"
     program = PARTS.replace("HANGING", repr(HANGING))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(left), str(tmp_path)],
+        [sys.executable, "-c", program, str(left), str(tmp_path), *["states"] * probes],
         env={**os.environ, "PYTHONPATH": str(repository / "benchmarks" / "gpu")},
         capture_output=True,
         text=True,
@@ -65,23 +70,25 @@ def tables(tmp_path: Path, repository: Path) -> tuple[dict[str, Any], list[list[
     return found, rows, left
 
 
+@pytest.mark.parametrize("probes", first(1, [False, True]))
 def test_a_part_that_fails_stops_no_other_and_none_outlives_its_limit(
-    tables: tuple[dict[str, Any], list[list[str]], Path],
+    tables: tuple[dict[str, Any], list[list[str]], Path], probes: bool
 ) -> None:
     found, rows, left = tables
     assert found["for_publication"] is False
     assert {name: part["status"] for name, part in found["parts"].items()} == {
-        "states": "passed",
+        **({"states": "passed"} if probes else {}),
         "fails": "exit status 1",
         "hangs": "not done within 10 s",
         "gpu": "needs a GPU",
     }
-    states = found["parts"]["states"]["results"]["values"]["states"]
-    assert [rank["right"] for rank in states["ranks"].values()] == [True, True]
+    if probes:
+        states = found["parts"]["states"]["results"]["values"]["states"]
+        assert [rank["right"] for rank in states["ranks"].values()] == [True, True]
+        assert ["states ranks 0 right", "True"] in rows
     assert found["parts"]["fails"]["errors"] == ["no | memory"]
     (table,) = found["parts"]["hangs"]["results"]["tables"]
     assert table == {"columns": ["a", "b"], "rows": [["1", "2"]]}
-    assert ["states ranks 0 right", "True"] in rows
     assert ["a", "b"] in rows
     assert ["1", "2"] in rows
     until(lambda: not psutil.pid_exists(int(left.read_text())), "what the part left is ended")

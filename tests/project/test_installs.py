@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.extent import first
 from tests.programs import free_port
 
 SCRIPT = """
@@ -135,7 +136,7 @@ class Environment:
         )
 
 
-@pytest.mark.parametrize("extra", ["", "sched", pytest.param("all", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("extra", first(1, ["", "sched", "all"]))
 def test_what_each_installation_can_do(
     wheel: Path, unpacked: Path, extra: str, tmp_path: Path
 ) -> None:

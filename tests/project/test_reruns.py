@@ -166,6 +166,7 @@ def pytest_runtest_logreport(report):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_command_to_a_worker_that_has_crashed_does_not_end_the_run(
     run: Run, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_failures_that_no_rerun_can_explain_fail_the_run(
     assert not (tmp_path / FLAKY).exists()
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_is_skipped_in_its_rerun_has_failed(run: Run) -> None:
     suite = "def test_once():\n    if not once('run'): pytest.skip('no more')\n    assert False\n"
     done = run(suite, "-n", "0")

@@ -18,6 +18,7 @@ from pipollux_sched.store import StateDir
 from tests.programs import run_pipollux
 from tests.sched.backend.local.nvml import GIB, FakeNvml, build, gpu, process, uuid
 from tests.sched.scripts import TOY
+from tests.sched.supervised import NO_TLS
 from tests.waiting import until
 
 CLUSTER = """
@@ -43,7 +44,8 @@ def said(state_dir: StateDir, *command: str) -> str:
 
 def ask(scheduler: Scheduler, path: str) -> httpx.Response:
     headers = {"Authorization": f"Bearer {scheduler.admin_token}"}
-    return httpx.get(f"{scheduler.url}{path}", headers=headers, timeout=60).raise_for_status()
+    url = f"{scheduler.url}{path}"
+    return httpx.get(url, headers=headers, timeout=60, verify=NO_TLS).raise_for_status()
 
 
 def left_out(scheduler: Scheduler, job: str) -> list[str]:

@@ -155,7 +155,7 @@ def test_the_next_job_starts_as_large_as_pays(directory: Path, tmp_path: Path) -
     """One of another family starts with one replica, as nothing is known of it."""
     hints = tmp_path / "hints.json"
     hints.write_text(json.dumps({**SANE, "stepProfile": PROFILE}))
-    policy = PolluxPolicy()
+    policy = PolluxPolicy(population=20, generations=10)
 
     def toy(name: str, *args: str, **fields: Any) -> JobSpec:
         return JobSpec(name=name, script=str(TOY), args=args, max_replicas=4, **fields)

@@ -96,11 +96,11 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("unfreeze", "killed_at"),
     [
-        (once, (UNFREEZES - 1, 1)),
+        pytest.param(once, (UNFREEZES - 1, 1), marks=pytest.mark.exhaustive),
         (once, (UNFREEZES, 2)),
-        (once, (UNFREEZES + 1, 1)),
+        pytest.param(once, (UNFREEZES + 1, 1), marks=pytest.mark.exhaustive),
         (as_needed, (UNFREEZES, 1)),
-        (as_needed, (UNFREEZES + 1, 0)),
+        pytest.param(as_needed, (UNFREEZES + 1, 0), marks=pytest.mark.exhaustive),
         (without_groups, (UNFREEZES + 1, 2)),
     ],
 )

@@ -101,7 +101,13 @@ def train(local: int, max_norm: float | None, options: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("replicas", "local", "max_norm"), [(1, 12, None), (1, 6, 0.1), (2, 3, None), (2, 6, 0.1)]
+    ("replicas", "local", "max_norm"),
+    [
+        pytest.param(1, 12, None, marks=pytest.mark.exhaustive),
+        (1, 6, 0.1),
+        (2, 3, None),
+        pytest.param(2, 6, 0.1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_scaled_training_is_the_unscaled_one(
     replicas: int, local: int, max_norm: float | None
@@ -140,7 +146,9 @@ def overflow(local: int) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
     return run.found(), before, cleared
 
 
-@pytest.mark.parametrize(("replicas", "local"), [(1, 12), (1, 6), (2, 3)])
+@pytest.mark.parametrize(
+    ("replicas", "local"), [pytest.param(1, 12, marks=pytest.mark.exhaustive), (1, 6), (2, 3)]
+)
 def test_an_iteration_that_overflows_is_left_out(replicas: int, local: int) -> None:
     for found, before, cleared in run_replicas(overflow, replicas, local):
         assert cleared == [True]

@@ -175,8 +175,8 @@ def test_rounds_of_several_steps(replicas: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_every": 4, "fragments": 2},
-        {"sync_every": 4, "overlap": 2},
+        pytest.param({"sync_every": 4, "fragments": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"sync_every": 4, "overlap": 2}, marks=pytest.mark.exhaustive),
         {"sync_every": 6, "fragments": 3, "overlap": 1},
         {"sync_every": 3, "outer_optimizer": pipollux.OuterSGD(nesterov=False, momentum=0.5)},
     ],
@@ -277,7 +277,7 @@ def mixed_step(
     scaler.update()
 
 
-@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("scales", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_mixed_precision(scales: bool) -> None:
     """Servers that add a replica's changes leave it with what the plain loop has."""
     with servers(1) as running:

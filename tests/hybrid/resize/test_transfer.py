@@ -208,7 +208,15 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_senders", "num_receivers"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),
+        (2, 3),
+    ],
+)
 def test_those_that_receive_have_what_those_that_send_have(
     num_senders: int, num_receivers: int
 ) -> None:

@@ -27,7 +27,7 @@ from pipollux_hybrid import (
     save_all_states,
 )
 from pipollux_hybrid.job.context import context
-from tests.extent import grid
+from tests.extent import turns
 from tests.hybrid.models import assert_close, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -180,7 +180,7 @@ def test_the_plain_loop_skips_the_marked_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clips", "local", "schedule"), grid([False, True], [4, 2], ["1f1b", "gpipe", "interleaved"])
+    ("clips", "local", "schedule"), turns([False, True], [4, 2], ["1f1b", "gpipe", "interleaved"])
 )
 def test_all_processes_skip_the_steps_of_the_plain_loop(
     clips: bool, local: int, schedule: str
@@ -189,7 +189,7 @@ def test_all_processes_skip_the_steps_of_the_plain_loop(
     check(run_stages(train, 2, 2, clips, local, schedule, 2), plain(clips))
 
 
-@pytest.mark.parametrize(("clips", "local"), grid([False, True], [4, 2]))
+@pytest.mark.parametrize(("clips", "local"), turns([False, True], [4, 2]))
 def test_the_single_process_pipeline_skips_them_too(clips: bool, local: int) -> None:
     found = run_replicas(train, 2, clips, local, None, 2)
     check([[one] for one in found], plain(clips))

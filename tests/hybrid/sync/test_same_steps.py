@@ -22,6 +22,7 @@ from pipollux_hybrid import (
     save_all_states,
 )
 from pipollux_hybrid.job.context import context
+from tests.extent import first
 from tests.hybrid.models import gradients, make_data, make_model, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages
@@ -87,7 +88,10 @@ def plain() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_stages"),
+    [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.exhaustive)],
+)
 def test_a_step_that_is_not_finite_is_left_out_by_all(
     num_replicas: int, num_stages: int, accumulates: bool
 ) -> None:
@@ -148,7 +152,7 @@ def said(function: Callable[..., None], *args: Any) -> str:
 STEPS = "optimizer.step() did not run on all"
 
 
-@pytest.mark.parametrize("where", ["first", "later", "before a checkpoint", "compared"])
+@pytest.mark.parametrize("where", first(2, ["later", "compared", "first", "before a checkpoint"]))
 def test_a_step_of_some_replicas_is_refused(where: str) -> None:
     for text in run_replicas(said, 2, skips_one, where):
         assert text.startswith(STEPS), text

@@ -31,7 +31,11 @@ def test_numbered_jobs_and_nodes_through_rounds_in_which_jobs_end(
 ) -> None:
     """Time stamps in a tuple, positional arguments, lists copied between rounds, pinned jobs."""
     nodes = {n: NodeInfo({"nvidia.com/gpu": 2, "pods": 32}, False) for n in range(num_nodes)}
-    needs, policy, base = {"nvidia.com/gpu": 1, "pods": 1}, PolluxPolicy(), {}
+    needs, policy, base = (
+        {"nvidia.com/gpu": 1, "pods": 1},
+        PolluxPolicy(population=40, generations=25),
+        {},
+    )
     left = np.random.default_rng(num_nodes).permutation(10).tolist()
     for _ in range(3):
         jobs = {
@@ -55,7 +59,9 @@ def test_a_job_for_which_no_node_is_left_asks_for_more(speedup: SpeedupFunction)
         j: JobInfo({"gpu": 1, "cpu": 1000}, speedup, NOW + timedelta(minutes=j), 0, 1)
         for j in range(3)
     }
-    answer, desired = PolluxPolicy().optimize(jobs, nodes, {}, NodeInfo({"gpu": 1, "cpu": 8000}))
+    answer, desired = PolluxPolicy(population=20, generations=10).optimize(
+        jobs, nodes, {}, NodeInfo({"gpu": 1, "cpu": 8000})
+    )
     assert sorted(map(len, answer.values())) == [0, 1, 1]
     assert {node for held in answer.values() for node in held} == {1, 2}
     assert desired > 3

@@ -27,7 +27,7 @@ from tests.policies.policy_cases import (
 )
 
 
-@pytest.mark.parametrize("seed", first(3, range(40)))
+@pytest.mark.parametrize("seed", first(1, range(40)))
 def test_the_best_of_all_allocations_is_found(seed: int) -> None:
     """On every one of these: up to 3 nodes of up to 4 slots and 3 jobs, some of them running."""
     case = random_case(seed, max_nodes=3, max_jobs=3, max_replicas=4)
@@ -36,7 +36,7 @@ def test_the_best_of_all_allocations_is_found(seed: int) -> None:
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", first(3, range(40)))
+@pytest.mark.parametrize("seed", first(1, range(40)))
 def test_the_best_of_resizes_and_restarts_is_found(seed: int) -> None:
     case = random_case(2000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, elastic=True)
     answer, _ = PolluxPolicy().optimize(case.jobs, case.nodes, case.base, TEMPLATE)
@@ -44,7 +44,7 @@ def test_the_best_of_resizes_and_restarts_is_found(seed: int) -> None:
     assert fitness(case, answer) == pytest.approx(best_fitness(case), rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", first(5, range(40)))
+@pytest.mark.parametrize("seed", first(2, range(40)))
 def test_the_best_of_all_shapes_and_types_is_found(seed: int) -> None:
     """The same where jobs have up to 3 shapes, GPUs are of 2 types, and nodes drain or are ill."""
     case = random_case(1000 + seed, max_nodes=3, max_jobs=3, max_replicas=4, mixed=True)
@@ -125,7 +125,9 @@ def test_speedups_of_zero_or_none_at_all_are_survived() -> None:
     assert answer == {"zero": [], "nan": [], "scalar": ["n"], "dated": ["n"] * 3}
 
 
-@pytest.mark.parametrize(("size", "limit"), [(1, 2000), (2, 8000)])
+@pytest.mark.parametrize(
+    ("size", "limit"), [(1, 2000), pytest.param(2, 8000, marks=pytest.mark.exhaustive)]
+)
 def test_tiny_clusters_are_not_searched_for_what_is_not_there(
     size: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +193,7 @@ def test_the_utility_band_advises_a_number_of_nodes() -> None:
 
     def advise(count: int, serial: float, most: int) -> int:
         jobs = {f"j{j}": JobInfo({"slots": 1}, scaling(serial), j, 1, most) for j in range(count)}
-        return PolluxPolicy().optimize(jobs, nodes, {}, node)[1]
+        return PolluxPolicy(population=40, generations=40).optimize(jobs, nodes, {}, node)[1]
 
     assert advise(20, 0.0, 4) > 4  # everybody scales perfectly, and some wait
     assert advise(2, 0.9, 8) < 4  # two jobs that hardly scale

@@ -305,7 +305,7 @@ def test_hints_that_are_not_believed_are_left_aside_and_told_of_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.submit("toy", max_replicas=4)
-    allocator = world.allocator(PolluxPolicy())
+    allocator = world.allocator(PolluxPolicy(population=20, generations=10))
     allocator.run_once()
     world.store.put_hints("toy", 1, NOTHING_FITS.to_json_object())
     world.step("toy", 1)
@@ -357,7 +357,7 @@ def test_a_job_that_no_team_keeps_waiting_any_longer_is_told_so(world: World) ->
     """Its message is of its team only as long as there are teams."""
     borrows = {"name": "text", "quota": 1, "borrow": 0}
     world.store.teams.set_spec({"teams": [borrows, {"name": "vision", "quota": 3}]})
-    allocator = world.allocator(PolluxPolicy())
+    allocator = world.allocator(PolluxPolicy(population=20, generations=10))
     for number in range(6):
         world.submit(f"job-{number}", team="text", max_replicas=1)
     allocator.run_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -90,8 +91,17 @@ def test_the_hints_of_a_job_file_have_the_same_bounds() -> None:
         JobSpec.model_validate({"name": "x", "script": "x", "hints": {"maxBatchSize": 2**22 + 1}})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", EVERY)
+# Pollux searches for a second or two where it may let the job grow.
+LONG = [(case, "pollux") for case in list(BELIEVED)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        pytest.param(*point, marks=pytest.mark.exhaustive if point in LONG else ())
+        for point in itertools.product(EVERY, POLICIES)
+    ],
+)
 def test_every_policy_comes_to_a_plan(policy: str, case: str) -> None:
     """Warnings are errors here, so nothing that is not a number is even computed with."""
     strategy = PolicyStrategy(make_policy(policy))

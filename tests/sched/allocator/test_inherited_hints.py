@@ -68,7 +68,9 @@ def test_it_gets_at_once_what_pays(world: World) -> None:
     assert (warm_start.info.max_replicas, warm_start.info.remaining_work) == (8, None)
     assert (other.warm_start, other.info.max_replicas) == (None, 1)
     assert other.info.speedup_fn is linear_speedup
-    decisions = {d.job: d for d in world.allocator(PolluxPolicy()).run_once()}
+    decisions = {
+        d.job: d for d in world.allocator(PolluxPolicy(population=20, generations=10)).run_once()
+    }
     assert len(decisions["toy-2"].nodes) > 1
     assert len(decisions["else-1"].nodes) == 1
     job = world.store.job("toy-2")
