@@ -71,6 +71,7 @@ def test_a_job(site: Site, kubelets: ControlPlane) -> None:
     assert "Conditions:" in kubelets.kubectl(*command("describe", "digits"))
     log = [word.replace("-a3-", "-a1-") for word in command("logs", "digits-a3-r0")]
     log.remove("--follow")  # it would wait for the end
+    kubelets.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", "pod/digits-a1-r0")
     until(lambda: "ready --epochs 40" in kubelets.kubectl(*log), "the log is shown")
     patch = command("patch", "digits")
     kubelets.kubectl(*patch)
