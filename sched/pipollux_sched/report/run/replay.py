@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipollux_perfmodel import HintsError, SchedHints, StageEvent
+from pipollux_perfmodel import StageEvent
 from pipollux_perfmodel.timing.params import SCHEDULES
 
 from .event_log import Event, names, numbers, real, text, whole
@@ -340,6 +340,8 @@ def _synchronization(job: JobRun, hints: Mapping[str, Any]) -> str:
     params, nodes = hints.get("perfParams"), job.current.nodes if job.current else ()
     if not isinstance(params, Mapping) or not params.get("sync_every") or not nodes:
         return ""
+    from pipollux_perfmodel import HintsError, SchedHints  # numpy, for no other job
+
     try:
         cost = SchedHints.from_json_object(hints).sync_cost(len(set(nodes)), len(nodes))
     except HintsError:  # of another version
