@@ -87,6 +87,7 @@ def _reserve_ports() -> tuple[int, socket.socket]:
         reservation = socket.socket(socket.AF_UNIX)
         with suppress(OSError):  # another process has these
             reservation.bind(f"\0pipollux-tests-{first}")
+            atexit.register(reservation.close)
             return first, reservation
         reservation.close()
     raise OSError(
