@@ -160,7 +160,8 @@ class Server:
             elif time.monotonic() - used >= UNUSED:
                 return
             if self.index == 0:
-                await self._lose_silent()
+                with suppress(ServerError):  # a server without state: members join again
+                    await self._lose_silent()
             if time.monotonic() - saved >= self._save_every:
                 async with self._lock:
                     self._save()
@@ -186,7 +187,8 @@ class Server:
         if self.index == 0 and self.shard is not None:
             members = self.shard.book.members
             counts = {number: member.counted for number, member in members.items()}
-            await self._recount(Message({"count": counts}))
+            with suppress(ServerError):  # a server without state: members join again
+                await self._recount(Message({"count": counts}))
 
     @property
     def _next(self) -> int:

@@ -231,6 +231,31 @@ def test_replicas_and_servers_die_while_others_train(stale: float, tmp_path: Pat
     assert values[0] == values[1]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stale", [0, float("inf")])
+def test_two_servers_that_hold_copies_of_each_other_die_at_once(
+    stale: float, tmp_path: Path
+) -> None:
+    """The range of one of them is lost, but for its files: all replicas join again."""
+    kept, options = tmp_path / "kept", (*LOST, "--save-every", "0.01")
+    with servers(3, kept, options) as running:
+        job = Job(running, {**ALONE, "max_staleness": stale}, tmp_path)
+        try:
+            for replica in range(2):
+                job.start(replica, 2, 8)
+            until(lambda: min(map(job.steps, (0, 1))) == 8, "they have trained", PATIENCE)
+            until(lambda: len(list(kept.glob("layer-*.pt"))) == 3, "it is saved", PATIENCE)
+            for index in (2, 0):
+                running.kill(index)
+            (tmp_path / "go").touch()
+            for index in (2, 0):
+                running.start(index)
+            values = job.end()
+        finally:
+            job.close()
+    assert values[0] == values[1]
+
+
 def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
     with servers(1, options=("--lost-after", "1")) as running:
         job = Job(running, ALONE, tmp_path)
