@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ def test_a_policy_that_cannot_be_simulated(store: Store, tmp_path: Path) -> None
 def test_the_worker_is_of_low_priority_and_ends_with_its_owner(
     store: Store, tmp_path: Path
 ) -> None:
+    began = time.time()
     with ForecastProcess(StateDir(tmp_path / "state").store) as process:
         found = process.ask()
         assert found.by_job.keys() == {"first", "second"}
@@ -134,7 +136,10 @@ def test_the_worker_is_of_low_priority_and_ends_with_its_owner(
         worker = psutil.Process(process._process.pid)
         assert worker.nice() == min(os.nice(0) + 19, 19)
         again = process.ask()
-        assert again.by_job["first"].end == pytest.approx(found.by_job["first"].end, abs=2)
+        # A job that makes no progress ends later by the time between the two.
+        between = time.time() - began
+        for one, other in zip(found.by_job["first"].end, again.by_job["first"].end, strict=True):
+            assert -2 < other - one < between + 2
         assert again.cpu_seconds < found.cpu_seconds  # without the start
         assert process._process.stdin is not None
         process._process.stdin.close()  # as if the scheduler were killed
