@@ -21,7 +21,6 @@ from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.store import StateDir
 from tests.sched.backend.local.test_backend import wait_for, wait_for_text
 from tests.sched.backends import cpu_nodes, first_membership, local_backend
-from tests.services import service_missing
 
 MIB = 2**20
 GREEDY = """
@@ -223,10 +222,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryGr
         mounted.mkdir()
         mount = ["mount", "-t", "cgroup", "-o", "memory", "none", str(mounted)]
         if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-            service_missing(
-                f"no control group can be created ({error})",
-                "run pytest as root, or where systemd delegates its group",
-            )
+            # No service that could be installed, but a property of the machine or its container.
+            pytest.skip(f"no control group can be created ({error}): run pytest as root")
         found = cgroups.find()
     monkeypatch.setattr(cgroups, "of_this_process", lambda: found)
     before = set(found.base.glob("pipollux-*"))
