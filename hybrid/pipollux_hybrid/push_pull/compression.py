@@ -37,6 +37,9 @@ def quantize(tensor: Tensor) -> Quantized:
         return Quantized(
             torch.zeros_like(tensor, dtype=torch.int8), float("nan") if broken else 0.0
         )
+    # The largest numbers of a dtype would be decoded to infinity by rounding.
+    limits = torch.finfo(tensor.dtype)
+    scale = min(scale, limits.max / LEVELS * (1 - limits.eps))
     levels = (tensor / scale).round_().clamp_(-LEVELS, LEVELS)
     return Quantized(levels.to(torch.int8), scale)
 

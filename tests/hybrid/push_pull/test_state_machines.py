@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 
@@ -50,6 +50,8 @@ def test_an_interval_set_is_a_set(spans: list[tuple[int, int]], asked: tuple[int
     assert missing == set(range(start, stop)) - numbers
 
 
+@example([torch.finfo(torch.float32).max], torch.float32)
+@example([-torch.finfo(torch.float64).max], torch.float64)
 @given(st.lists(FLOATS, min_size=1, max_size=30), st.sampled_from([torch.float32, torch.float64]))
 def test_no_element_of_a_compressed_push_is_off_by_more_than_half_a_level(
     values: list[float], dtype: torch.dtype
