@@ -24,6 +24,7 @@ PAUSE = 0.05
 """Seconds of a step, as whoever waits for the job also needs a processor."""
 
 HELD = 5
+"""The epoch that waits for ``$GOES_ON``."""
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ equal copy. Pushes may reach it only with the step that they are part of (:class
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -120,21 +120,18 @@ class KeyRange:
         """
         known = {member: on for member, on in members.items() if member in self.counted}
         begin = [member for member, on in known.items() if on and not self.counted[member]]
-        rounds = self.rounds() | dict(after or {}) if begin else {}
-        if any(rounds[layer] < ended for layer, ended in self.rounds().items() if begin):
+        ended = self.rounds(self.layers)
+        rounds = ended | dict(after or {})
+        if begin and any(rounds[layer] < number for layer, number in ended.items()):
             raise RejectedError(ROUND_OVER)
-        for layer, state in self.layers.items():
-            for member, on in known.items():
-                if not on:
-                    state.begins.pop(member, None)
-                elif member in begin:
-                    state.begins[member] = rounds[layer]
         self.counted |= known
-        self._begin_due()
+        for layer, state in self.layers.items():
+            state.begins |= dict.fromkeys(begin, rounds[layer])
+            self._begin_due(state)
 
-    def rounds(self) -> dict[int, int]:
+    def rounds(self, layers: Iterable[int]) -> dict[int, int]:
         """Return the number of the last round of each layer that has ended."""
-        return {layer: self._round(state) for layer, state in self.layers.items()}
+        return {layer: self._round(self.layers[layer]) for layer in layers}
 
     def _round(self, state: LayerState) -> int:
         # A push that waits belongs to the round that is under way.
@@ -145,21 +142,21 @@ class KeyRange:
         """Return the members for which rounds of a layer wait."""
         return [x for x, counts in self.counted.items() if counts and x not in state.begins]
 
-    def _begin_due(self) -> None:
+    def _begin_due(self, state: LayerState) -> None:
         """Let members begin whose round has come; where there are no others, that is now."""
-        for state in self.layers.values():
-            last = max(state.begins.values(), default=0)
-            now = self._round(state) if self._active(state) else last
-            for member in [x for x, after in state.begins.items() if after <= now]:
-                del state.begins[member]
-                state.clocks[member] = now + (member in state.pending)
+        state.begins = {x: after for x, after in state.begins.items() if self.counted.get(x)}
+        if not state.begins:
+            return
+        now = self._round(state) if self._active(state) else max(state.begins.values())
+        for member in [x for x, after in state.begins.items() if after <= now]:
+            del state.begins[member]
+            state.clocks[member] = now + (member in state.pending)
 
     def fence(self, member: int, place: Place) -> dict[int, IntervalSet]:
         """Refuse pushes of a member from now on; return each layer's credits in a loop."""
         self.counted.pop(member, None)
         for state in self.layers.values():
-            state.begins.pop(member, None)
-        self._begin_due()
+            self._begin_due(state)
         return self.credits(place)
 
     def credits(self, place: Place) -> dict[int, IntervalSet]:
@@ -245,7 +242,7 @@ class KeyRange:
         state.outer.step(step.share or self._share(state), self.outer)
         state.pending = {}
         _adopt(state, after)
-        self._begin_due()
+        self._begin_due(state)
 
     def settled(self, member: int, layers: Mapping[int, int]) -> bool | None:
         """Return whether pushes of layers, by their numbers, are known; None while they wait for a

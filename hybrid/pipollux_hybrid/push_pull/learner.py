@@ -296,6 +296,7 @@ class Learner:
                 self._begins = False
                 self._pull_all()
                 self._align()
+                self._since = None  # this was no part of a step
             return dict(found)
 
     def _note_present(self, found: Mapping[str, Any]) -> None:

@@ -589,7 +589,8 @@ class Server:
         return {key: x for reply in replies for key, x in reply.header[name].items()}
 
     async def _rounds(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
-        rounds = self._own.keys.rounds()
+        keys = self._own.keys
+        rounds = keys.rounds(keys.layers)
         return Message({"rounds": {str(key): number for key, number in rounds.items()}})
 
     async def _credits(self, message: Message) -> Message:

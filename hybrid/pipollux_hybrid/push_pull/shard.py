@@ -187,7 +187,7 @@ def layers_to_pull(shard: Shard, layers: Iterable[int]) -> Message:
     revisions = {str(key): state.revision for key, state in states.items()}
     # The reply is sent later, and steps change parameters in place.
     copies = [torch.clone(x) for x in tensors]
-    rounds = {str(key): number for key, number in shard.keys.rounds().items() if key in states}
+    rounds = {str(key): number for key, number in shard.keys.rounds(states).items()}
     return Message({"counts": counts, "revisions": revisions, "rounds": rounds}, copies)
 
 

@@ -35,6 +35,7 @@ from pipollux_sched.allocator.strategy import SchedulableJob, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
 from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
 from pipollux_sched.spec.job import JobSpec, parse_job
+from pipollux_sched.spec.synchronization import synchronization
 from pipollux_sched.store import JobRecord, Store
 from pipollux_sched.views.changes import change_under_way
 from pipollux_sched.views.cluster import node_levels, serving_options
@@ -49,7 +50,7 @@ from pipollux_sched.views.explanation import (
 )
 from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
-from pipollux_sched.views.synchronization import synchronization_of
+from pipollux_sched.views.network import level_between
 from pipollux_utils.text import count, seconds, spell_moment
 
 MOST_DEVICES = 8
@@ -114,7 +115,9 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
         waits_for=found.waits_for,
         planned_by=found.planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
-        synchronization=synchronization_of(store, job.name, nodes),
+        synchronization=synchronization(
+            store.hints().get(job.name), nodes, lambda: level_between(store, nodes)
+        ),
         network=list(found.network),
     )
 

@@ -7,14 +7,15 @@ from dataclasses import asdict
 from typing import Protocol
 
 from pipollux_sched.report.event_text import TELLING_TYPES
+from pipollux_sched.spec.synchronization import synchronization
 from pipollux_sched.store import JobOrder, JobQuery, JobRecord, StaleAttemptError, Store
 
 from .changes import change_under_way
 from .devices import devices_of_job
 from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
+from .network import level_between
 from .notifications import notification_view
-from .synchronization import synchronization_of
 
 NUM_EVENTS = 10
 """Number of newest events in a job's details."""
@@ -63,7 +64,7 @@ def job_details(
 ) -> JobDetails:
     """Return the details of a job, with the stored heartbeats if `heard` is None."""
     attempts = store.attempts(job.name)
-    hints = store.hints().get(job.name)
+    hints, nodes = store.hints().get(job.name), job.state.running_on or job.state.assigned
     planned_by = None
     if hints is None and job.spec.get("hints") is None and not job.phase.ended:
         before = store.families.predecessors({job.name: job.spec}).get(job.name)
@@ -81,9 +82,7 @@ def job_details(
         hints=hints,
         planned_by=planned_by,
         forecast=job_forecast(store.forecasts.latest(), job),
-        synchronization=synchronization_of(
-            store, job.name, job.state.running_on or job.state.assigned
-        ),
+        synchronization=synchronization(hints, nodes, lambda: level_between(store, nodes)),
         devices=devices_of_job(store, job.name),
         events=store.latest_events(NUM_EVENTS, job=job.name, types=TELLING_TYPES),
         notifications=[

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipollux_perfmodel import StageEvent
 from pipollux_perfmodel.timing.params import SCHEDULES
+from pipollux_sched.spec.synchronization import synchronization
 
 from .event_log import Event, names, numbers, real, text, whole
 from .records import (
@@ -332,21 +333,8 @@ def _hints(job: JobRun, event: Event, _time: float) -> None:
     hints = event.get("hints")
     if isinstance(hints, Mapping):
         job.num_microbatches = whole(hints, "numMicrobatches") or job.num_microbatches
-        job.synchronization = _synchronization(job, hints)
-
-
-def _synchronization(job: JobRun, hints: Mapping[str, Any]) -> str:
-    """Return what pushes and pulls cost on the job's current nodes."""
-    params, nodes = hints.get("perfParams"), job.current.nodes if job.current else ()
-    if not isinstance(params, Mapping) or not params.get("sync_every") or not nodes:
-        return ""
-    from pipollux_perfmodel import HintsError, SchedHints  # numpy, for no other job
-
-    try:
-        cost = SchedHints.from_json_object(hints).sync_cost(len(set(nodes)), len(nodes))
-    except HintsError:  # of another version
-        return ""
-    return "" if cost is None else str(cost)
+        nodes = job.current.nodes if job.current else ()
+        job.synchronization = synchronization(hints, nodes) or ""
 
 
 def _point(event: Event, time: float, attempt: int, membership: int, step: int) -> RunPoint:
