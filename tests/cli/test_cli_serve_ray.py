@@ -46,7 +46,7 @@ def serve(cli: Cli) -> Forked:
 
 def actors(cluster: RayCluster, cli: Cli) -> list[str]:
     """Return the names of the scheduler's actors."""
-    namespace = "pipollux-" + (cli.state_dir / "ray.id").read_text()
+    namespace = "pipollux-" + (cli.state_dir / "ray.id").read_text().strip()
     return [x["name"] for x in cluster.call("actors") if x["namespace"] == namespace]
 
 

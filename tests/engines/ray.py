@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipollux_sched.backend.ray.engine import IDENTITY, RayEngine, RayOptions
+from pipollux_sched.backend.ray.engine import RayEngine, RayOptions
 from tests.ray.cluster import RayCluster
 
 from .case import SLOTS, EngineCase
@@ -29,7 +29,7 @@ class RayCase(EngineCase):
         return RayEngine(self.state_dir, RayOptions(self._cluster.address, interval=0.2))
 
     def take_away(self, handle: str) -> None:
-        namespace = "pipollux-" + (self.state_dir.path / IDENTITY).read_text()
+        namespace = "pipollux-" + self.state_dir.identity("ray")
         self._cluster.call("end_actor", handle, namespace)
 
     @contextmanager
@@ -40,6 +40,6 @@ class RayCase(EngineCase):
 
     def close(self) -> None:
         super().close()
-        namespace = "pipollux-" + (self.state_dir.path / IDENTITY).read_text()
+        namespace = "pipollux-" + self.state_dir.identity("ray")
         assert [x for x in self._cluster.call("actors") if x["namespace"] == namespace] == []
         assert [x for x in self._cluster.call("groups") if x.startswith(namespace)] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -13,12 +12,10 @@ import typer
 from pipollux_sched.backend.slurm.pools import Pools
 from pipollux_sched.backend.slurm.rented_pools import PoolOptions, RentedPools
 from pipollux_sched.store import StateDir
-from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .option_group import flag_of, text_option
 
 _RANGE = re.compile(r"(?P<least>[1-9]\d*)(:(?P<most>[1-9]\d*))?")
-_IDENTITY = "slurm.id"
 _OURS = ("--job-name", "-J", "--nodes", "-N", "--array", "-a", "--wrap", "--requeue", "--parsable")
 """Options of sbatch that Pipollux sets itself."""
 
@@ -115,7 +112,9 @@ def slurm_pools(
             param_hint="'--nodes'",
         )
     _check_more(named.get("more", ()))
-    options = PoolOptions(name=f"pipollux-{_identity(state_dir)}", num_nodes=least, **named)
+    state_dir.create()
+    name = f"pipollux-{state_dir.identity('slurm')}"
+    options = PoolOptions(name=name, num_nodes=least, **named)
     return RentedPools(options), (least, most) if most > least else None
 
 
@@ -127,17 +126,3 @@ def _check_more(options: Sequence[str]) -> None:
                 f"as in --sbatch-option=--exclude=n7, and none of {', '.join(_OURS)}",
                 param_hint="'--sbatch-option'",
             )
-
-
-def _identity(state_dir: StateDir) -> str:
-    """Return the id of this scheduler's allocations, which lasts as long as its state."""
-    state_dir.create()
-    path = state_dir.path / _IDENTITY
-    try:
-        found = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        found = ""
-    if not re.fullmatch(r"[0-9a-f]{8}", found):
-        found = secrets.token_hex(4)
-        write_aside(path, f"{found}\n".encode("ascii"), PRIVATE)
-    return found

@@ -5,6 +5,7 @@
 <state dir>/lock                            held by the scheduler that serves this directory
 <state dir>/admin.token                     the admin's token (mode 0600)
 <state dir>/server.json                     URL and admin token (mode 0600)
+<state dir>/CLUSTER.id                      this scheduler's name in a cluster, as in `ray.id`
 <state dir>/jobs/NAME/checkpoints/          the job's checkpoints
 <state dir>/jobs/NAME/checkpoints-G/        the same, after attempt G restarted from scratch
 <state dir>/jobs/NAME/attempts/attempt-N/    the last launch, and the state of its processes
@@ -43,6 +44,7 @@ ENVIRONMENT_VARIABLE = "PIPOLLUX_STATE_DIR"
 
 TOKEN_LENGTH = 32
 """Random bytes of the admin token, and its smallest number of characters."""
+_IDENTITY = re.compile(r"[A-Za-z0-9]+")
 _LOG_NAME = re.compile(r"attempt-(\d+)-replica-(\d+)\.log(?:\.from-\d+)?")
 
 
@@ -238,6 +240,26 @@ class StateDir:
     def admin_token_file(self) -> Path:
         """The file of the admin token."""
         return self.path / "admin.token"
+
+    def identity(self, cluster: str) -> str:
+        """Return a random name for what is made in a kind of cluster; it lasts as long as the jobs.
+
+        Raises:
+            StateDirError: its file cannot be used.
+        """
+        path = self.path / f"{cluster}.id"
+        try:
+            if not path.exists():
+                write_aside(path, f"{secrets.token_hex(8)}\n".encode(), PRIVATE)
+            kept = path.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise StateDirError(f"{path} cannot be read or written: {error}") from error
+        if not _IDENTITY.fullmatch(kept):
+            raise StateDirError(
+                f"{path} contains {kept[:40]!r}, not a name of letters and digits; restore it, or "
+                "remove it once nothing of this scheduler runs in the cluster"
+            )
+        return kept
 
     def admin_token(self) -> str:
         """Return the admin token; to replace it, remove its file and restart the scheduler."""

@@ -121,3 +121,18 @@ def test_an_empty_database_beside_jobs_is_no_new_store(tmp_path: Path, lost: str
     directory.database.write_bytes(whole)
     with scheduler_on(directory.path) as scheduler:
         assert list(scheduler.jobs()) == ["kept"]
+
+
+def test_a_scheduler_keeps_its_name_in_a_cluster(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    directory.create()
+    name = directory.identity("ray")
+    assert name == StateDir(directory.path).identity("ray") != directory.identity("slurm")
+    assert mode(directory.path / "ray.id") == 0o600
+    (directory.path / "ray.id").write_text("an other\n")
+    with pytest.raises(StateDirError, match=r"ray\.id contains 'an other'.*restore it"):
+        directory.identity("ray")
+    (directory.path / "slurm.id").unlink()
+    (directory.path / "slurm.id").mkdir()
+    with pytest.raises(StateDirError, match=r"slurm\.id cannot be read"):
+        directory.identity("slurm")

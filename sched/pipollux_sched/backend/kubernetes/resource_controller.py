@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from pipollux_sched.backend.base import BackendError, ClusterUnavailableError, JobActions
+from pipollux_sched.backend.base import ClusterUnavailableError, JobActions
 from pipollux_sched.errors import SchedulerError
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, spell_cycle
@@ -101,7 +101,7 @@ class ResourceController:
     ) -> None:
         self._api, self._resources, self._state_dir = api, resources, state_dir
         self._options = options
-        self._identity = _identity(state_dir)
+        self._identity = state_dir.identity("kubernetes")
         self._written: dict[str, float] = {}
         self._in_step: dict[str, _Both] = {}
         """Pairs that were in step, by job: nothing to do until they change."""
@@ -359,19 +359,6 @@ def _sweeps(actions: JobActions, jobs: Sequence[JobRecord]) -> dict[str, _Progre
         name: _Sweep(summary, tuple(trials.get(name, ())))
         for name, summary in actions.sweeps().items()
     }
-
-
-def _identity(state_dir: StateDir) -> str:
-    path = state_dir.path / "kubernetes.id"
-    with suppress(OSError, ValueError):
-        if kept := path.read_text(encoding="ascii").strip():
-            return kept
-    made = secrets.token_hex(8)
-    try:
-        write_aside(path, f"{made}\n".encode())
-    except OSError as error:
-        raise BackendError(f"{path} cannot be written: {error}") from error
-    return made
 
 
 def phase_event(

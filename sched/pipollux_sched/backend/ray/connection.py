@@ -106,14 +106,9 @@ class RayClient:
             self._process.close()
             self.refusal = _sentence(why) or self.refusal
             raise ClusterUnavailableError(f"Ray does not answer: {self.refusal}")
-        nodes, actors, results = found
-        return Snapshot(
-            begun,
-            self._number,
-            {key: RayNode(*node) for key, node in nodes.items()},
-            {key: Actor(*actor) for key, actor in actors.items()},
-            results,
-        )
+        nodes = {key: RayNode(*node) for key, node in found[0].items()}
+        actors = {key: Actor(*actor) for key, actor in found[1].items()}
+        return Snapshot(begun, self._number, nodes, actors, found[2])
 
     def close(self) -> None:
         """End the client, once it has done what was sent."""

@@ -8,7 +8,6 @@ are files in the state directory, which all nodes share.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -32,14 +31,11 @@ from pipollux_sched.backend.run_as import refuse_user
 from pipollux_sched.backend.snapshot_watch import SnapshotWatch
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import StateDir
-from pipollux_utils.atomic_write import PRIVATE, write_aside
 
 from .connection import CONNECT_TIMEOUT, RayClient, Snapshot
 from .nodes import NodeTable
 from .replica import RayRecord, RayReplica
 
-IDENTITY = "ray.id"
-"""File of the state directory with the namespace of its actors."""
 HURRIED_INTERVAL = 0.05
 """Seconds between two snapshots after a message."""
 
@@ -92,7 +88,7 @@ class RayEngine(ProcessEngine[RayReplica]):
         super().__init__(state_dir, pass_environment)
         self._grace = grace
         state_dir.create()
-        namespace = f"pipollux-{_identity(state_dir)}"
+        namespace = f"pipollux-{state_dir.identity(self.name)}"
         self._client = RayClient(options.address, namespace, state_dir.path / "ray.log")
         self._watch = SnapshotWatch(
             self._client.read,
@@ -196,11 +192,3 @@ def _bundle(program: ReplicaProgram, num_stages: int, *, on_gpus: bool) -> dict[
     memory, cpus = program.memory_of(num_stages), program.cpus_of(num_stages)
     wanted = {"GPU": num_stages, "CPU": cpus} if on_gpus else {"CPU": num_stages}
     return {name: amount for name, amount in {**wanted, "memory": memory}.items() if amount}
-
-
-def _identity(state_dir: StateDir) -> str:
-    """Return the id of this scheduler's actors, which lasts as long as its state."""
-    path = state_dir.path / IDENTITY
-    if not path.exists():
-        write_aside(path, secrets.token_hex(8).encode("ascii"), PRIVATE)
-    return path.read_text(encoding="ascii")
