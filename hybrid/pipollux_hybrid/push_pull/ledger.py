@@ -35,6 +35,8 @@ AS_FAST = 0.8
 """Ratio to the fastest replica's speed from which a replica takes as many steps."""
 NUMBERS = 1_000_000
 """Distance between the members' numbers of two generations, more than join in one."""
+REPLICA = 10**12
+"""Distance between the members' numbers of two replicas, more than ever join."""
 ANSWERS = 256
 """Answers that are kept for the other processes of a replica."""
 
@@ -113,8 +115,8 @@ class Ledger:
         node: str = "",
         fragments: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Return the number of a new member."""
-        number = self.next_member
+        """Return the number of a new member: changes are added in the order of the replicas."""
+        number = replica * REPLICA + self.next_member
         self.next_member += 1
         self.members[number] = Member(replica, processes, node, [list(x) for x in fragments])
         self.num_layers = num_layers

@@ -359,29 +359,46 @@ TestLedger = LedgerMachine.TestCase
 
 def test_stripes_do_not_depend_on_who_asks_first() -> None:
     found = []
-    for order in ([1, 2], [2, 1]):
+    for order in ([0, 1], [1, 0]):
         ledger = Ledger(2, lockstep=True, adapts=False)
-        for replica in (0, 1):
-            ledger.join(replica, 1, 1)
-        for number in (1, 2):
+        numbers = {replica: ledger.join(replica, 1, 1) for replica in (0, 1)}
+        for number in numbers.values():
             ledger.open(number, 0, (0, 0), 20, 3, "data")
         ledger.begin({0: []})
-        spans: dict[int, list[Any]] = {1: [], 2: []}
+        spans: dict[int, list[Any]] = {0: [], 1: []}
         for turn in (1, 2, 3):
-            for number in order:
-                answer = ledger.answer(number, turn, 0, idle=False)
+            for replica in order:
+                answer = ledger.answer(numbers[replica], turn, 0, idle=False)
                 assert answer is not None
-                spans[number].append(answer.get("span"))
+                spans[replica].append(answer.get("span"))
         found.append(spans)
-    assert found[0] == found[1] == {1: [[0, 6], [12, 16], None], 2: [[6, 12], [16, 20], None]}
+    assert found[0] == found[1] == {0: [[0, 6], [12, 16], None], 1: [[6, 12], [16, 20], None]}
+
+
+def test_an_outer_step_does_not_depend_on_who_joins_and_pushes_first() -> None:
+    """Sums of three changes are rounded: equal trainings have equal bits only in one order."""
+    changes = {0: 1.0, 1: 2.0**-24, 2: 2.0**-24}
+    found = set()
+    for joining, pushing in itertools.product(itertools.permutations(changes), repeat=2):
+        ledger, keys = Ledger(1, lockstep=True, adapts=False), KeyRange(OuterSGD(), None, 0)
+        keys.init(0, ["w"], [torch.zeros(1)])
+        numbers = {replica: ledger.join(replica, 1, 1) for replica in joining}
+        for number in numbers.values():
+            keys.admit(number)
+        keys.count(dict.fromkeys(numbers.values(), True))
+        for replica in pushing:
+            push = Push(numbers[replica], 1, {0: 1.0}, (0, 0), {0: []}, {0: 0})
+            _do(keys, "push", push, {0: [torch.tensor([changes[replica]])]})
+        found.add(float(keys.layers[0].outer.values[0]))
+    assert len(found) == 1
 
 
 def test_a_slow_replica_takes_fewer_steps_per_round() -> None:
     ledger = Ledger(12, lockstep=False, adapts=True)
-    for number, time in ((1, 0.1), (2, 0.3), (3, 0.11)):
-        ledger.join(number, 1, 1)
+    numbers = [ledger.join(replica, 1, 1) for replica in range(3)]
+    for number, time in zip(numbers, (0.1, 0.3, 0.11), strict=True):
         ledger.measure(number, 8, time, 0.0)
-    assert [ledger.steps_of(number) for number in (1, 2, 3)] == [12, 4, 12]
+    assert [ledger.steps_of(number) for number in numbers] == [12, 4, 12]
 
 
 def test_auto_takes_the_fewest_steps_for_which_communication_is_5_percent() -> None:
