@@ -316,10 +316,13 @@ def serve(pipe: Connection, folder: str, num_jobs: int, features: str, teams: bo
 
 
 class Side:
-    """One of the two processes, which runs only while it is asked."""
+    """One of the two processes; with ``stopped``, it runs only while it is asked."""
 
-    def __init__(self, folder: Path, num_jobs: int, features: Sequence[str], teams: bool) -> None:
+    def __init__(
+        self, folder: Path, num_jobs: int, features: Sequence[str], teams: bool, stopped: bool
+    ) -> None:
         folder.mkdir()
+        self._stopped = stopped
         self._pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         told = (theirs, str(folder), num_jobs, ",".join(features), teams)
@@ -345,8 +348,8 @@ class Side:
         self._process.join()
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None  # noqa: S101  # it was started
-        os.killpg(self._process.pid, number)
+        if self._stopped and self._process.pid is not None:
+            os.killpg(self._process.pid, number)
 
 
 def main() -> None:
@@ -358,13 +361,16 @@ def main() -> None:
         "--without", default="", help=f"features to leave out: {','.join(FEATURES)}"
     )
     parser.add_argument(
+        "--running", action="store_true", help="let both run between decisions, as schedulers do"
+    )
+    parser.add_argument(
         "--head-start", type=float, default=3.0, help="seconds before each decision"
     )
     options = parser.parse_args()
     features = [name for name in FEATURES if name not in options.without.split(",")]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as sides:
         plain, full = (
-            Side(Path(folder) / name, options.jobs, enabled, options.teams)
+            Side(Path(folder) / name, options.jobs, enabled, options.teams, not options.running)
             for name, enabled in (("plain", ()), ("full", features))
         )
         for side in (plain, full):
