@@ -1,14 +1,14 @@
 """Decisions of a scheduler with everything enabled, in turn with those of a plain one.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/policy-latency/everything.py [--rounds 7] [--jobs 4000]
-        [--teams] [--without levels,sweeps,forecasts,notifications,server]
+        [--teams] [--running] [--without levels,sweeps,forecasts,notifications,server]
 
 Two processes each hold a store with the same jobs on 1250 nodes of 8 GPUs, and decide with the
 scheduler's own allocator. One has only that. The other has racks and zones, 400 jobs that are
 trials of sweeps with quotas, forecasts in the background, notifications to a receiver on the
 loopback interface, and the server with three open pages. In every round a twentieth of the jobs
-ends and as many come, then each process decides while the other one is stopped. With `--teams`,
-both have quotas of two teams. Prints Markdown.
+ends and as many come, then each process decides while the other one is stopped; with `--running`,
+both run on between their decisions. With `--teams`, both have quotas of two teams. Prints Markdown.
 """
 
 from __future__ import annotations
