@@ -65,6 +65,20 @@ def test_only_what_is_seen_counts_as_a_change() -> None:
     assert told == [(["a red", "b red"], []), (["a blue"], []), ([], ["a blue"]), ([], ["b blue"])]
 
 
+def test_what_a_call_returned_late_does_not_come_back() -> None:
+    """Its answer may be read after the watch has shown that another one deleted the object."""
+    told: Told = []
+    informer = mirror_of(told)
+    list_again(informer, 5, thing("a", 1), thing("b", 2))
+    informer.apply("DELETED", thing("a", 7))
+    informer.note(thing("a", 6, "blue"))
+    list_again(informer, 9)
+    informer.note(thing("b", 8, "blue"))
+    assert informer.values() == []
+    informer.note(thing("a", 10, uid="2"))
+    assert informer.values() == ["a red"]
+
+
 def test_listed_again_only_differences_are_told() -> None:
     """What is newer than the list stays."""
     told: Told = []

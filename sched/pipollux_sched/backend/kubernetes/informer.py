@@ -68,6 +68,8 @@ class Informer(Generic[V]):
         self._entries: dict[Name, _Entry[V]] = {}
         self._groups: dict[str, dict[Name, None]] = {}
         self._changes = 0
+        self._seen = 0
+        """The version of the last list or change."""
         self._problem = "it was not reached yet"
         self._answered = threading.Event()
 
@@ -108,7 +110,7 @@ class Informer(Generic[V]):
         return None if entry is None else entry.value
 
     def note(self, made: Object) -> None:
-        """Store an object that a call has returned, before the watch shows it."""
+        """Store an object that a call has returned, unless the watch has shown it, or its end."""
         self._store(made, replace=False)
 
     def fail(self, problem: str) -> None:
@@ -125,6 +127,7 @@ class Informer(Generic[V]):
     def replace(self, listed: dict[Name, _Entry[V]], version: str) -> None:
         """Replace all objects by those at a version, see `read`; newer ones stay."""
         with self._lock:
+            self._seen = max(self._seen, _number(version))
             before = self._entries
             newer = {
                 name: entry for name, entry in before.items() if entry.version > _number(version)
@@ -156,6 +159,7 @@ class Informer(Generic[V]):
         if change == "DELETED":
             view, name = self._view(changed), _name(changed)
             with self._lock:
+                self._seen = max(self._seen, _number(version_of(changed)))
                 entry = self._entries.get(name)
                 if entry is None or entry.uid != _uid(changed):
                     return
@@ -180,8 +184,11 @@ class Informer(Generic[V]):
                 self._changes += 1
                 return [], [known.value]
             made = _entry(found, value)
-            if known is not None and known.version >= made.version:
+            # Changes arrive in their order: one that is not there any more was deleted since.
+            is_over = known is None and not replace and 0 < made.version <= self._seen
+            if is_over or (known is not None and known.version >= made.version):
                 return [], []
+            self._seen = max(self._seen, made.version if replace else 0)
             if known is not None and known.value == value:
                 self._entries[name] = made._replace(value=known.value)
                 return [], []
