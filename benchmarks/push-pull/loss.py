@@ -32,7 +32,7 @@ from torch.utils.data import Subset, TensorDataset
 
 ROOT = Path(__file__).parents[2]
 LENGTH, WIDTH, BATCH, RATE = 64, 64, 8, 1e-3
-OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def make_model(name: str, seed: int) -> nn.Module:
@@ -194,6 +194,7 @@ def run(kind: str, given: argparse.Namespace, seed: int, every: int) -> float:
                 place |= {"WORLD_SIZE": str(given.replicas if kind == "ours" else 1)}
                 work = [kind, given.model, seed, replica, given.replicas, given.steps, every]
                 command = [sys.executable, __file__, "--work", json.dumps(work)]
+                command += ["--momentum", str(given.momentum)]
                 output = (Path(folder) / str(replica)).open("w+")
                 started = subprocess.Popen(command, env=environment | place, stdout=output)
                 processes.append((started, output))
@@ -235,8 +236,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of each replica")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--every", type=int, nargs="+", default=[25, 50, 100])
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the outer optimizer")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    OUTER.update(momentum=given.momentum, nesterov=given.momentum > 0)
     if given.work is not None:
         arguments: Any = json.loads(given.work)
         work(*arguments)
