@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,14 +112,20 @@ def test_replicas_with_other_options_or_models() -> None:
         assert "the frozen parameters differ" in other
 
 
-def test_replicas_with_other_data() -> None:
+def test_replicas_with_other_data(tmp_path: Path) -> None:
+    codes = (0, -signal.SIGKILL)
     with servers(1) as running:
-        found = run_replicas(shuffled, 2, environment=running.environment())
-    assert any("all replicas need the same data in the same order" in message for message in found)
+        found = run_replicas(
+            shuffled, 2, tmp_path, environment=running.environment(), exit_codes=codes
+        )
+    told = [message for message in found if isinstance(message, str)]
+    assert any("all replicas need the same data in the same order" in message for message in told)
 
 
-def shuffled() -> str:
+def shuffled(folder: Path) -> str:
+    """Return why the replica is refused, and end the other one, which would wait for it."""
     pipollux.init_process_group("gloo")
+    (folder / str(os.getpid())).touch()
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipollux.HybridParallel(model, optimizer, synchronization=pipollux.PushPull(sync_every=2))
@@ -129,6 +138,8 @@ def shuffled() -> str:
         for _ in loader:
             break
     except pipollux.PipolluxError as error:
+        for other in {int(path.name) for path in folder.iterdir()} - {os.getpid()}:
+            os.kill(other, signal.SIGKILL)
         return str(error)
     return ""
 
