@@ -33,7 +33,7 @@ from .pieces import (
     write_forward,
 )
 from .recorder import Recording, UnrecordableError, record
-from .watch import SettingsWatch
+from .watch import SettingsWatch, has_hooks
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
@@ -202,7 +202,7 @@ def _check_changes(model: nn.Module, names: Sequence[str], *programs: Sequence[P
 
 def _check_hooks(opened: Mapping[str, nn.Module]) -> None:
     for name, module in opened.items():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if has_hooks(module):
             raise UnrecordableError(
                 f"module {name!r} has hooks, which would never be called, as layers repeat "
                 "only its operations: register them on a block or on a module between blocks"

@@ -41,7 +41,7 @@ from .expressions import (
     source,
 )
 from .inputs import Inputs
-from .recorder import Call, Recording
+from .recorder import Call, Recording, requires_grad_of
 from .watch import SettingsWatch
 
 _numbers = itertools.count()
@@ -294,7 +294,8 @@ def _statements(call: Call, names: Names) -> list[str]:
     text = f"{target}({', '.join(given)})"
     if call.is_check:
         wanted = source(call.result, names)
-        lines = [f"check({text}, {wanted}, {names.of(call.where, 'where')})"]
+        check = "check_frozen" if call.target is requires_grad_of else "check"
+        lines = [f"{check}({text}, {wanted}, {names.of(call.where, 'where')})"]
     else:
         lines = _unpacked(call, text, names)
     contexts = ["no_grad()"] if not call.has_graph else []
@@ -332,6 +333,15 @@ def _unpacked(call: Call, text: str, names: Names) -> list[str]:
 def _check(value: Any, expected: Any, where: str) -> None:
     if type(value) is not type(expected) or value != expected:
         _differs(where, value, expected)
+
+
+def _check_frozen(value: bool, expected: bool, where: str) -> None:
+    if value is not expected:
+        raise ConfigurationError(
+            f"{where}: the model reads requires_grad, which was {expected} at the conversion and "
+            f"is {value} now, and the layers have the operations for {expected} only: freeze or "
+            "unfreeze parameters before the conversion, or name the module in cut_at="
+        )
 
 
 def _differs(where: str, value: Any, expected: Any) -> NoReturn:
@@ -383,6 +393,7 @@ def _constant(tensor: Tensor, device: torch.device) -> Tensor:
 
 _HELPERS: Mapping[str, Any] = {
     "check": _check,
+    "check_frozen": _check_frozen,
     "misshaped": _misshaped,
     "unpack": _unpack,
     "device_of": _device_of,

@@ -298,6 +298,8 @@ class Recorder(TorchFunctionMode):
         if name in METADATA and not changes_type:
             if name in SHAPES and self._is_ragged(args[0]):
                 self.call(shape_of, (args[0],), {})
+            if name == "requires_grad" and self._may_be_frozen(args[0]):
+                return self.call(requires_grad_of, (args[0],), {})
             return func(*args, **kwargs)
         if name == "__iter__":
             return iter(self.call(torch.unbind, args, kwargs))
@@ -374,6 +376,16 @@ class Recorder(TorchFunctionMode):
         """Return whether a tensor may have as many elements as the data say."""
         value = self._values.get(id(tensor))
         return value is not None and value.index in self._ragged
+
+    def _may_be_frozen(self, tensor: Tensor) -> bool:
+        """Return whether freezing or unfreezing parameters may change ``requires_grad``.
+
+        That of a result with a graph is left out: comparing with a recording under
+        ``torch.no_grad()`` shows whether it decides anything.
+        """
+        if id(tensor) in self._states:
+            return isinstance(tensor, nn.Parameter)
+        return tensor.is_floating_point() and not tensor.requires_grad
 
     def _check_changed(
         self, changed: Iterable[int], given: Iterable[Expression], where: str
@@ -476,6 +488,11 @@ def _mapped(
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Return a tensor's shape; recorded where the data decide about it."""
     return tuple(tensor.shape)
+
+
+def requires_grad_of(tensor: Tensor) -> bool:
+    """Return whether a tensor requires gradients; recorded where the model asks."""
+    return tensor.requires_grad
 
 
 def _is_ragged_call(target: Any, args: Sequence[Any]) -> bool:

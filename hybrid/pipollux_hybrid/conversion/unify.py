@@ -26,7 +26,7 @@ from .expressions import (
     evaluate,
     polynomial,
 )
-from .recorder import Call, Recording, UnrecordableError
+from .recorder import Call, Recording, UnrecordableError, requires_grad_of
 
 Merge = Callable[[Sequence[Expression], str], Expression]
 """Joins one leaf of all recordings, with the place for messages."""
@@ -113,15 +113,21 @@ def check_without_gradients(
     Raises:
         DifferentCallsError: The model does something else where gradients are disabled.
     """
-    enabled = [replace(x, has_graph=False) for x in recording.calls]
+    enabled = [replace(x, has_graph=False) for x in _without_reads(recording)]
+    disabled = replace(other, calls=_without_reads(other))
     try:
-        check_size(replace(recording, calls=enabled), other, sizes, training=training)
+        check_size(replace(recording, calls=enabled), disabled, sizes, training=training)
     except DifferentCallsError as error:
         raise DifferentCallsError(
             f"{str(error).partition(': ')[0]}: the model does something else under torch.no_grad() "
             "(it reads requires_grad or torch.is_grad_enabled()), and layers repeat one of both: "
             "decide by self.training, or move the code into a block"
         ) from error
+
+
+def _without_reads(recording: Recording) -> list[Call]:
+    """Return the calls other than reads of ``requires_grad``: no result has a graph there."""
+    return [call for call in recording.calls if call.target is not requires_grad_of]
 
 
 def with_training(evaluation: Recording, training: Recording, corner: tuple[int, ...]) -> Recording:

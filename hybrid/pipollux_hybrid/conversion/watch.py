@@ -33,6 +33,7 @@ class SettingsWatch:
     def __init__(self, opened: Mapping[str, nn.Module]) -> None:
         self._opened = {name: weakref.ref(module) for name, module in opened.items()}
         self._before = {name: settings_of(module) for name, module in opened.items()}
+        self._members = {name: members_of(module) for name, module in opened.items()}
         self._parts = list(_parts(opened.values()))
 
     def __deepcopy__(self, _: Any) -> SettingsWatch:
@@ -72,6 +73,24 @@ class SettingsWatch:
                         f"{_text(old)} when the model was converted into layers, which would not "
                         "follow: set it before"
                     )
+            self._compare_members(name, module)
+            if has_hooks(module):
+                raise ConfigurationError(
+                    f"a hook was registered on {_shown(name, module)}, which is never called, as "
+                    "layers repeat only its operations: register it on a block or on a module "
+                    "between blocks"
+                )
+
+    def _compare_members(self, name: str, module: nn.Module) -> None:
+        found, before = members_of(module), self._members[name]
+        for member in before | found:
+            if found.get(member) != before.get(member):
+                was = "added to" if member not in before else "replaced in"
+                was = "deleted from" if member not in found else was
+                raise ConfigurationError(
+                    f"{member!r} was {was} {_shown(name, module)} after the model was converted "
+                    "into layers, which would not follow: change the model before"
+                )
 
     def set_mode(self, training: bool) -> None:
         """Set the mode of the opened modules, which are in no layer."""
@@ -89,6 +108,7 @@ class _Part:
         self._owner = weakref.ref(owner)
         self._names = frozenset(vars(owner))
         watched = {name: x for name, x in vars(owner).items() if _is_watched(name, x)}
+        self._members = members_of(owner)
         self._same = {**watched, **{name: x for name, x in vars(owner).items() if _is_config(x)}}
         self._contents = [
             (x, copy.deepcopy(x)) for x in watched.values() if isinstance(x, CONTAINERS)
@@ -104,6 +124,8 @@ class _Part:
             found.keys() == self._names
             and all(found[name] is x for name, x in self._same.items())
             and all(x == before for x, before in self._contents)
+            and members_of(owner) == self._members
+            and not has_hooks(owner)
         )
 
 
@@ -128,6 +150,32 @@ def configs_of(owner: Any) -> Iterator[Any]:
             known.add(id(config))
             yield config
             pending += vars(config).values()
+
+
+class _Member:
+    """A module or parameter, equal to itself only, and not kept alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Member) and self._value() is other._value()
+
+    __hash__ = None  # type: ignore[assignment]  # as of any class whose objects compare
+
+
+def members_of(owner: Any) -> dict[str, _Member]:
+    """Return the modules and parameters that a module has itself, by name."""
+    if not isinstance(owner, nn.Module):
+        return {}
+    own = (*owner._modules.items(), *owner._parameters.items())
+    return {name: _Member(x) for name, x in own if x is not None}
+
+
+def has_hooks(owner: Any) -> bool:
+    """Return whether a module has hooks of its forward or backward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(owner).get(kind) for kind in kinds)
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:

@@ -11,15 +11,12 @@ import torch
 
 from benchmarks.models import architectures, check
 from benchmarks.models.architectures import Row
-from tests.extent import first
 
 USUAL = (
     *("gpt2", "mixtral", "mamba", "bert", "t5", "resnet", "wav2vec2"),
     *("llama", "gemma3_text", "deberta-v2", "modernbert", "bart", "whisper", "vit", "swin"),
 )
-"""Decoders, encoders, both, images and sounds; experts, tied weights, statistics, no attention:
-one of each to begin with.
-"""
+"""Decoders, encoders, both, images and sounds; experts, tied weights, statistics, no attention."""
 
 RESULTS = Path(architectures.__file__).with_name("results.json")
 OTHERS = {
@@ -48,7 +45,7 @@ def named(kind: str) -> Row:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the models
-@pytest.mark.parametrize("kind", first(7, USUAL))
+@pytest.mark.parametrize("kind", USUAL)
 def test_layers_are_exact(kind: str) -> None:
     result = check.check(architectures.build(named(kind)))
     assert (result.result, result.detail) == ("exact", "")

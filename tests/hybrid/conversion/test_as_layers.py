@@ -146,6 +146,51 @@ def test_a_changed_setting_is_refused(net: Net, batch: Tensor) -> None:
         layers(batch)
 
 
+def replace_module(net: Net) -> None:
+    net.blocks[1] = nn.Linear(4, 4)
+
+
+def delete_module(net: Net) -> None:
+    del net.unused
+
+
+def replace_parameter(net: Net) -> None:
+    net.load_state_dict(Net().double().state_dict(), assign=True)
+
+
+def add_module(net: Net) -> None:
+    net.adapter = nn.Linear(4, 4)
+
+
+def add_hook(net: Net) -> None:
+    net.register_forward_hook(lambda _module, _given, output: output * 2)
+
+
+def add_backward_hook(net: Net) -> None:
+    net.register_full_backward_pre_hook(lambda _module, _gradients: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (replace_module, r"'1' was replaced in module 'blocks' after the model was converted"),
+        (delete_module, r"'unused' was deleted from the Net after the model was converted"),
+        (replace_parameter, r"'offset' was replaced in the Net after the model was converted"),
+        (add_module, r"'adapter' was added to the Net after the model was converted"),
+        (add_hook, r"a hook was registered on the Net, which is never called"),
+        (add_backward_hook, r"a hook was registered on the Net, which is never called"),
+    ],
+)
+def test_changes_that_layers_would_not_follow_are_refused(
+    net: Net, batch: Tensor, change: Callable[[Any], None], sentence: str
+) -> None:
+    layers = as_layers(net, batch)
+    change(net)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=sentence):
+            layers(batch)
+
+
 class Settings:
     """A configuration with lists and other configurations, as those of Hugging Face."""
 
