@@ -265,7 +265,7 @@ class HybridParallel(PipelineModel):
         self._noise.prepare()
         if learner is not None:
             fresh = ctx.component(CheckpointManager).restored_from is None
-            learner.begin(module, optimizer, follows=fresh and lr_scheduler is not None)
+            learner.begin(module, optimizer, fresh=fresh)
             ctx.component(Learning).learner = learner
         ctx.prepares.append(self._synchronizer.prepare)
         ctx.rejoined.append(self._rejoined)

@@ -82,7 +82,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             is called before each epoch. Its ``skip(num_samples)``, called after a restart, must
             return the data set without its first samples, which are else read again and skipped.
         batch_size: Samples of one optimizer step over ALL replicas; with autoscaling the initial
-            one.
+            one; with push and pull that of each replica.
         shuffle: Whether each epoch has its own order; an iterable data set shuffles itself.
         seed: Seed of these orders; the same on all replicas.
         load_per_stage: Whether each process of a multi-process pipeline loads only what its stage
@@ -231,7 +231,9 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
     def _seed_workers(self) -> None:
         """Seed the workers: random transforms differ between replicas, epochs and segments."""
         self._worker_start.ends_along = threading.current_thread() is threading.main_thread()
-        place = self._epochs.epoch, self._context.env.rank, self._state.index
+        env = self._context.env
+        number = env.rank if env.servers is None else env.replica
+        place = self._epochs.epoch, number, self._state.index
         # The hash of a tuple of integers is equal in every process.
         seed = hash((self._seed, *place)) % (1 << 63)
         cast("Any", self._batches.generator).manual_seed(seed)

@@ -173,6 +173,10 @@ class ElasticLoop(Generic[T]):
         batch.loop = self
         try:
             yield from self._iterations()
+        except GeneratorExit:
+            if self._learner is not None:
+                self._learner.left_loop()
+            raise
         finally:
             # Also after a `break`, which completes the loop.
             batch.micro_step = batch.loop = None

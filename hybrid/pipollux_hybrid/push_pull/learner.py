@@ -149,10 +149,10 @@ class Learner:
         """The job's loop when this replica joined; None at the start of a job."""
 
     def begin(
-        self, module: nn.Sequential, optimizer: torch.optim.Optimizer, *, follows: bool
+        self, module: nn.Sequential, optimizer: torch.optim.Optimizer, *, fresh: bool
     ) -> None:
         """Join with the layers that are here, and continue from the servers' parameters.
-        ``follows``: there is a learning-rate schedule without a checkpoint of it.
+        ``fresh``: no checkpoint was restored.
         """
         here = layer_parameters(module)
         self._layers = {
@@ -168,17 +168,35 @@ class Learner:
         groups = fragments_of(sizes, self.options.fragments)
         self._fragments = [Fragment(keys) for keys in groups]
         self._join()
-        if follows and self.place is not None and self.place[0] > 0:
-            raise ConfigurationError(
-                f"this replica joins in epoch {self.place[0]}, and its learning-rate schedule "
-                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, so that it "
-                "continues from theirs"
-            )
+        if self.place is not None and self.place > (0, 0):
+            self._begin_late(self.place[0], optimizer, fresh=fresh)
         optimizer.register_step_pre_hook(self._leave_out)
         if self._context.heartbeat is not None:
             from .presence import Presence  # imports pydantic
 
             self._presence = Presence(self._context, self._num_layers, self.place or (0, 0))
+
+    def _begin_late(self, epoch: int, optimizer: torch.optim.Optimizer, *, fresh: bool) -> None:
+        # Every scheduler leaves this mark.
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and fresh and epoch > 0:
+            raise ConfigurationError(
+                f"this replica joins in epoch {epoch}, and its learning-rate schedule "
+                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, so that it "
+                "continues from theirs, and give HybridParallel(…) the lr_scheduler"
+            )
+        env = self._context.env
+        if env.stage > 0:
+            return
+        text = f"replica {env.replica} goes on in epoch {epoch} with the servers' parameters"
+        if fresh and any(
+            getattr(x, "running_mean", None) is not None for x in self._module.modules()
+        ):
+            text += (
+                ", and its running statistics of batch normalization begin anew: set "
+                "PIPOLLUX_CHECKPOINT_DIR on all replicas, so that they continue from theirs"
+            )
+        print(f"pipollux: {text}", file=sys.stderr, flush=True)
 
     def _join(self) -> None:
         """Become a member, and continue from the servers' parameters: those of the first replica,
@@ -187,7 +205,7 @@ class Learner:
         options = {**self.options.to_json_object(), "frozen": self._frozen}
         options |= {"layers": self._num_layers}
         again = self._member > 0
-        self._worker.tell_all({"op": "configure", "options": options, "again": again})
+        self._worker.configure(options, again=again)
         values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
         names = {key: [name for name, _ in several] for key, several in self._layers.items()}
         self._worker.init(values, names, again=again)
@@ -372,6 +390,7 @@ class Learner:
             for fragment in self._fragments:
                 if fragment.pull is not None:
                     self._apply(fragment)
+            had_none = self._begins
             answer = self._request(batch, idle=True)
         except ServerError as error:
             self._rejoin(error)
@@ -382,7 +401,20 @@ class Learner:
             self._leases.hold(answer)
             return True
         self._in_loop = False
+        if had_none:
+            self._note_nothing_left()
         return False
+
+    def _note_nothing_left(self) -> None:
+        env = self._context.env
+        if env.replica == 0 and env.stage == 0:
+            print(
+                f"pipollux: no sample of epoch {self._place[0]} was left for replica 0: others "
+                "have trained on them, or a run before on the same servers or their --directory; "
+                "to train from the beginning, start the servers with an empty one",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _push_rest(self) -> None:
         """Push all changes, and wait until the servers have them."""
@@ -538,7 +570,8 @@ class Learner:
         """
         if not self._in_loop:
             raise ConfigurationError(
-                "optimizer.step() outside of a loop over an AdaptiveDataLoader: with "
+                "optimizer.step() outside of a loop over an AdaptiveDataLoader, or in one that "
+                "began after model.eval() or under torch.no_grad(), as for an evaluation: with "
                 "synchronization=PushPull(…) replicas train on the samples that servers hand out"
             )
         for name, parameter in self._still:
@@ -550,6 +583,19 @@ class Learner:
         for key in self._leases.current.skip:
             for _name, parameter in self._layers.get(key, ()):
                 parameter.grad = None
+
+    def left_loop(self) -> None:
+        """Return the samples of a loop that was left by `break` or an exception to the others."""
+        if not self._in_loop or not self._member or self._context.env.stage > 0:
+            return
+        print(
+            f"pipollux: replica {self._context.env.replica} has left a training loop before its "
+            "end: others train on what it had not pushed, and its parameters are not theirs; to "
+            "end after fewer samples, give the loader a torch.utils.data.Subset",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._worker.ask({"op": "leave", "member": self._member})
 
     def leave(self) -> None:
         """Push everything and leave the job, as this replica stops."""

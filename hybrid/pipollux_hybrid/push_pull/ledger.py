@@ -187,6 +187,8 @@ class Ledger:
         member = self._member(number)
         if turn in member.answers:
             return member.answers[turn]
+        if self._has_passed(member, stage):
+            return member.answers.setdefault(turn, {"status": "over" if idle else "none"})
         if not self.begun:
             return None
         if idle:
@@ -211,6 +213,14 @@ class Ledger:
         if found["status"] == "leased":
             member.asked = set()
         return found
+
+    def _has_passed(self, member: Member, stage: int) -> bool:
+        """Return whether others have begun the loop after the one that a member's process is in:
+        it has nothing to wait for there, and they wait for it.
+        """
+        if self.place is None or member.place is None or stage in member.opened:
+            return False
+        return member.place < self.place
 
     def present(self) -> dict[str, Any]:
         """Return the ids of the members' replicas, and the number of their nodes."""

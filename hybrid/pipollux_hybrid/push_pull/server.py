@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,17 @@ from torch import Tensor
 from pipollux_hybrid.errors import PeerLostError
 
 from .kept_state import KeptState
-from .key_range import FENCED, ROUND_OVER, RejectedError
+from .key_range import FENCED, ROUND_OVER, LayerState, RejectedError
 from .shard import Shard, layers_to_pull
-from .transport import Connection, Listener, Message, ServerError, end, start_authenticator
+from .transport import (
+    Connection,
+    Listener,
+    Message,
+    ServerError,
+    end,
+    start_authenticator,
+    unflattened,
+)
 
 LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
@@ -206,10 +215,13 @@ class Server:
                 return reply
             await asyncio.wait_for(self.ready.wait(), PATIENCE)
             return await self._serve(operation, message)
-        except (RejectedError, PeerLostError) as error:
+        except (RejectedError, PeerLostError, ValueError) as error:
             return Message({"error": str(error)})
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            return Message({"error": f"{operation}: {type(error).__name__}: {error}"})
+        except (KeyError, TypeError, IndexError) as error:
+            what = f"{operation!r} ({type(error).__name__}: {error})"
+            return Message(
+                {"error": f"a server does not understand {what}: use one version everywhere"}
+            )
 
     # What the servers beside this one ask.
 
@@ -247,7 +259,9 @@ class Server:
             reply = own.apply(message)
             if operation in MAY_STEP:
                 await self._step(own)
-        await self._notify(changed=operation != "answer" or bool(reply.header["count"]))
+        # Requests that wait would wake each other without end by answers that change nothing.
+        if operation != "answer" or reply.header["count"] or reply.header["answer"] is not None:
+            await self._notify()
         return reply
 
     async def _push(self, message: Message) -> Message:
@@ -311,9 +325,9 @@ class Server:
         for message in self._kept_back.pop(member, []):
             await self._forward(message)
 
-    async def _notify(self, *, changed: bool = True) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
-            self._version += changed
+            self._version += 1
             self._changed.notify_all()
 
     async def _forward(self, message: Message) -> None:
@@ -362,12 +376,19 @@ class Server:
             "rounds": self._rounds,
         }
         if operation not in handlers:
-            raise ValueError("this server does not know the operation; use one version everywhere")
+            raise ValueError(f"a server does not know {operation!r}: use one version everywhere")
         return await handlers[operation](message)
 
     async def _configure(self, message: Message) -> Message:
         """Begin with a job's options, or compare them."""
         options = message.header["options"]
+        index, count = message.header["place_in_list"]
+        if (index, count) != (self.index, len(self.addresses)):
+            raise ValueError(
+                f"this server is number {self.index} of {len(self.addresses)}, and the replica "
+                f"takes it for number {index} of {count}: set PIPOLLUX_SERVERS to the same "
+                "addresses, in the same order, on all servers and replicas"
+            )
         async with self._lock:
             if self.shard is None:
                 book = self._kept.ledger() if self.index == 0 else None
@@ -394,20 +415,37 @@ class Server:
         async with self._lock:
             missing = [key for key in keys if key not in self._own.keys.layers]
             kept = {key: state for key in missing if (state := self._kept.layer(key)) is not None}
-            for key, state in kept.items():
-                names = message.header["names"][str(key)]
-                if list(state.names) != list(names):
-                    raise ValueError(
-                        f"the servers' folder has other parameters in layer {key} "
-                        f"({', '.join(state.names[:3])} …): empty it, or go on with that model"
-                    )
-                self._own.keys.layers[key] = state
+            self._check_parameters(message, {**self._own.keys.layers, **kept}, kept)
+            self._own.keys.layers |= kept
             if message.header["again"] and len(kept) < len(missing):
                 # A server was killed during its first save. The replica has trained meanwhile.
                 raise ValueError(WITHOUT_STATE)
             if kept:
                 await self._send_copy()
         return await self._apply(message)
+
+    def _check_parameters(
+        self, message: Message, known: Mapping[int, LayerState], kept: Collection[int]
+    ) -> None:
+        """Refuse a replica whose layers have other parameters than those that are known."""
+        for key, tensors in unflattened(message.header["counts"], message.tensors).items():
+            ours = described(message.header["names"][str(key)], tensors)
+            if key not in known:
+                continue
+            there = described(known[key].names, known[key].outer.values)
+            if ours == there:
+                continue
+            first = next(pair for pair in zip_longest(ours, there) if pair[0] != pair[1])
+            mine, other = (name or "nothing" for name in first)
+            if key in kept:
+                raise ValueError(
+                    f"layer {key} has {mine}, and the servers' folder has {other}: empty it, or go "
+                    "on with that model"
+                )
+            raise ValueError(
+                f"layer {key} has {mine}, and on other replicas {other}: all need the same model, "
+                "and another job servers of its own"
+            )
 
     async def _join(self, message: Message) -> Message:
         """Accept a replica; one that was started again takes the place of its former self."""
@@ -638,6 +676,14 @@ class Server:
             self._kept.save(self.shard)
         except OSError as error:
             _say(f"the state is not saved: {error}; earlier files are untouched")
+
+
+def described(names: Iterable[str], tensors: Iterable[Tensor]) -> list[str]:
+    """Return parameters in words."""
+    return [
+        f"{name} of shape {list(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
 
 
 def packed(content: Mapping[str, Any]) -> Message:

@@ -77,8 +77,8 @@ def _server(options: argparse.Namespace) -> Server:
         )
     if not 0 <= options.index < len(addresses):
         raise ConfigurationError(
-            f"--index {options.index}: a number from 0 to {len(addresses) - 1} is needed, as there "
-            f"are {len(addresses)} servers"
+            f"--index {options.index}: a number from 0 to {len(addresses) - 1} is needed, one for "
+            f"each address in {variables.SERVERS.name}"
         )
     for name in ("save_every", "lost_after", "threads"):
         if getattr(options, name) <= 0:

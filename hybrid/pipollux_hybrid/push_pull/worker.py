@@ -230,9 +230,13 @@ class KVWorker:
             requests.append((server, Message(header, tensors)))
         self._start(self._all(requests)).wait()
 
-    def tell_all(self, header: Mapping[str, Any]) -> None:
-        """Send a request to all servers, and wait for them."""
-        requests = [(index, Message(dict(header))) for index in range(len(self._servers))]
+    def configure(self, options: Mapping[str, Any], *, again: bool) -> None:
+        """Begin a job with these options on all servers, or have them compared; ``again``: it has
+        begun.
+        """
+        count = len(self._servers)
+        header = {"op": "configure", "options": dict(options), "again": again}
+        requests = [(i, Message({**header, "place_in_list": [i, count]})) for i in range(count)]
         self._start(self._all(requests)).wait()
 
     def ask(self, header: Mapping[str, Any]) -> Handle[Message]:

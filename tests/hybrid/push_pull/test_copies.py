@@ -55,8 +55,9 @@ class Pair:
     async def begin(self) -> None:
         self.servers = [self._new(index) for index in range(2)]
         self._join()
-        for server in self.servers:
-            await server._handle(Message({"op": "configure", "options": OPTIONS, "again": False}))
+        for index, server in enumerate(self.servers):
+            header = {"op": "configure", "options": OPTIONS, "again": False}
+            await server._handle(Message({**header, "place_in_list": [index, 2]}))
         names = {str(layer): ["w"] for layer in LAYERS}
         header = {"op": "init", "counts": dict.fromkeys(map(str, LAYERS), 1), "names": names}
         header["again"] = False
@@ -243,7 +244,7 @@ def test_a_replica_beside_a_copy_pulls_from_it_and_else_from_the_server(
         monkeypatch.setattr(worker_module, "is_here", lambda address: address == second)
         worker = KVWorker(running.addresses, TOKEN, [1, 1], PATIENCE, copies=True)
         try:
-            worker.tell_all({"op": "configure", "options": OPTIONS, "again": False})
+            worker.configure(OPTIONS, again=False)
             values = {key: [torch.full((2,), float(key))] for key in LAYERS}
             worker.init(values, {key: ["w"] for key in LAYERS})
             join = {"op": "join", "replica": 0, "processes": 1, "num_layers": 2, "former": 0}

@@ -108,7 +108,7 @@ class Job:
     def servers_are_ready(self) -> bool:
         worker = KVWorker(self.servers.addresses, TOKEN, [1], PATIENCE, copies=False)
         try:
-            worker.tell_all({"op": "configure", "options": {}, "again": False})
+            worker.configure({}, again=False)
         except ServerError:
             return False
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import pipollux
 from tests.hybrid.push_pull.jobs import TOKEN, servers
 from tests.hybrid.replicas import run_replicas
+from tests.waiting import until
 
 
 class Stream(IterableDataset[Tensor]):
@@ -48,6 +51,8 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
             loader.autoscale_batch_size(4)
         if kind == "thawed":
             model[0].requires_grad_(True)
+        if kind == "evaluated":
+            wrapped.eval()
         if kind == "plain loader":
             loader = torch.utils.data.DataLoader(data, batch_size=2)
         for _ in pipollux.remaining_epochs_until(2):
@@ -78,6 +83,7 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         ("thawed", {}, "was frozen when HybridParallel(…) was made"),
         ("plain loader", {}, "optimizer.step() outside of a loop over an AdaptiveDataLoader"),
         ("break", {}, "the training loop before was left by break"),
+        ("evaluated", {}, "or in one that began after model.eval() or under torch.no_grad()"),
         ("no backward", {}, "an iteration over training samples had no backward"),
     ],
 )
@@ -110,6 +116,95 @@ def test_replicas_with_other_options_or_models() -> None:
         assert "another number of layers" in other
         (other,) = run_replicas(differing, 1, "frozen", environment=running.environment())
         assert "the frozen parameters differ" in other
+        for what, shape, kind in (("width", [1, 2], "float32"), ("dtype", [2, 2], "float64")):
+            (other,) = run_replicas(differing, 1, what, environment=running.environment())
+            assert f"layer 0 has 0.weight of shape {shape} and {kind}, and on other repl" in other
+            assert "0.weight of shape [2, 2] and float32: all need the same model" in other
+
+
+def test_a_servers_folder_of_another_model(tmp_path: Path) -> None:
+    with servers(1, tmp_path) as running:
+        run_replicas(refusal, 1, "", {}, environment=running.environment())
+    with servers(1, tmp_path) as running:
+        (other,) = run_replicas(differing, 1, "width", environment=running.environment())
+    assert "layer 0 has 0.weight of shape [1, 2] and float32, and the servers' folder has" in other
+
+
+def test_servers_that_know_other_addresses() -> None:
+    with servers(1) as running, servers(1) as others:
+        both = ",".join([*running.addresses, *others.addresses])
+        environment = {**running.environment(), "PIPOLLUX_SERVERS": both}
+        (found,) = run_replicas(refusal, 1, "", {}, environment=environment)
+    assert "takes it for number" in found
+    assert "set PIPOLLUX_SERVERS to the same addresses, in the same order" in found
+
+
+def test_a_loop_that_is_left_says_so_and_others_take_its_samples(tmp_path: Path) -> None:
+    with servers(1, options=("--lost-after", "1000")) as running:
+        found = run_replicas(leaving, 2, tmp_path / "ended", environment=running.environment())
+    (left, said), (rest, nothing) = found
+    assert "replica 0 has left a training loop before its end" in said
+    assert nothing == ""
+    assert len(left) == 2
+    assert sorted(rest) == list(range(16))
+
+
+def leaving(ended: Path) -> tuple[list[int], str]:
+    """Train an epoch, which replica 0 leaves before its first push; it waits for the other one."""
+    pipollux.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = pipollux.PushPull(sync_every=4)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.arange(16)), batch_size=2)
+    taken: list[int] = []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for (numbers,) in loader:
+            wrapped(numbers[:, None].float()).sum().backward()
+            optimizer.step()
+            taken += numbers.tolist()
+            if pipollux.process_rank() == 0:
+                break
+    if pipollux.process_rank() == 0:  # its heartbeats go on until the other one has ended
+        until(ended.exists, "the other one has ended", 60.0)
+    else:
+        ended.touch()
+    lines = [line for line in said.getvalue().splitlines() if "left a training loop" in line]
+    return taken, "\n".join(lines)
+
+
+def late(given: bool) -> str:
+    """Train two epochs, with a learning-rate schedule that HybridParallel knows or not."""
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    options = pipollux.PushPull(sync_every=2)
+    try:
+        wrapped = pipollux.HybridParallel(
+            model,
+            optimizer,
+            lr_scheduler=schedule if given else None,
+            synchronization=options,
+        )
+    except pipollux.PipolluxError as error:
+        return str(error)
+    loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
+    for _ in pipollux.remaining_epochs_until(2):
+        for (inputs,) in loader:
+            wrapped(inputs).sum().backward()
+            optimizer.step()
+        schedule.step()
+    return ""
+
+
+def test_a_schedule_that_would_begin_anew() -> None:
+    with servers(1) as running:
+        assert run_replicas(late, 1, False, environment=running.environment()) == [""]
+        for given in (False, True):
+            (found,) = run_replicas(late, 1, given, environment=running.environment())
+            assert "joins in epoch 1, and its learning-rate schedule would begin anew" in found
 
 
 def test_replicas_with_other_data(tmp_path: Path) -> None:
@@ -146,7 +241,11 @@ def shuffled(folder: Path) -> str:
 
 def differing(what: str) -> str:
     pipollux.init_process_group("gloo")
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3 if what == "layers" else 2)])
+    width = 1 if what == "width" else 2
+    layers = [nn.Linear(2, width), *[nn.Linear(width, 2) for _ in range(1 + (what == "layers"))]]
+    model = nn.Sequential(*layers)
+    if what == "dtype":
+        model.double()
     if what == "frozen":
         model[0].requires_grad_(False)
     every = 3 if what == "options" else 2

@@ -375,6 +375,28 @@ def test_stripes_do_not_depend_on_who_asks_first() -> None:
     assert found[0] == found[1] == {0: [[0, 6], [12, 16], None], 1: [[6, 12], [16, 20], None]}
 
 
+def test_a_member_in_a_loop_that_others_have_left_does_not_wait_for_the_next_one() -> None:
+    """It has joined after the last sample, or its request was under way; they wait for it."""
+    ledger = Ledger(2, lockstep=True, adapts=False)
+    first = ledger.join(0, 1, 1)
+    ledger.open(first, 0, (0, 0), 4, 4, "data")
+    ledger.begin({0: []})
+    assert (ledger.answer(first, 1, 0, idle=False) or {})["status"] == "leased"
+    ledger.complete([0], [[0, 4]])
+    late = ledger.join(1, 1, 1)
+    assert ledger.open(late, 0, (0, 0), 4, 4, "data") == (0, 0)
+    assert ledger.answer(first, 2, 0, idle=True) is None  # rounds count it until then
+    ledger.recount()
+    assert ledger.answer(first, 2, 0, idle=True) == {"status": "over"}
+    ledger.open(first, 0, (0, 1), 4, 4, "data")
+    assert not ledger.may_begin(1)
+    assert ledger.answer(late, 1, 0, idle=False) == {"status": "none"}
+    assert ledger.answer(late, 2, 0, idle=True) == {"status": "over"}
+    assert ledger.open(late, 0, (0, 1), 4, 4, "data") == (0, 1)
+    assert ledger.may_begin(1)
+    assert ledger.answer(late, 3, 0, idle=False) is None
+
+
 def test_an_outer_step_does_not_depend_on_who_joins_and_pushes_first() -> None:
     """Sums of three changes are rounded: equal trainings have equal bits only in one order."""
     changes = {0: 1.0, 1: 2.0**-24, 2: 2.0**-24}

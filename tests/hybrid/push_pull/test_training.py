@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import pipollux
 from tests.hybrid.push_pull.jobs import servers
@@ -229,6 +229,40 @@ def test_whoever_is_ahead_every_sample_counts_once_and_all_end_alike(
     assert taken == sorted([*range(SAMPLES), *range(SAMPLES)])
     for _, state in found[1:]:
         assert all(torch.equal(value, found[0][1][name]) for name, value in state.items())
+
+
+class Noise(Dataset[Tensor]):
+    """A data set with a random transform."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(2)
+
+
+def train_on_noise() -> list[float]:
+    """Return the numbers that a replica's workers have drawn first."""
+    pipollux.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = pipollux.PushPull(sync_every=1)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    drawn: list[float] = []
+    for inputs in pipollux.AdaptiveDataLoader(Noise(), batch_size=4, num_workers=1):
+        wrapped(inputs).sum().backward()
+        optimizer.step()
+        drawn += inputs.flatten().tolist()
+    return drawn
+
+
+@pytest.mark.exhaustive
+def test_random_transforms_of_workers_differ_between_replicas() -> None:
+    with servers(1) as running:
+        first, second = run_replicas(train_on_noise, 2, environment=running.environment())
+    assert len(first) == len(second) == 8
+    assert set(first).isdisjoint(second)
 
 
 def test_where_each_stage_has_a_process() -> None:
