@@ -37,4 +37,4 @@ def test_a_job_that_waits_for_others(cli: Cli) -> None:
     assert cli("cancel", "prepare").returncode == 0
     wait_until(lambda: cli.jobs()["train"]["phase"] == "Failed")
     assert cli.jobs()["train"]["reason"] == "DependencyNotMet"
-    assert "which has ended (Failed)" in one_sentence(cli("submit", then), 1)
+    assert "which has ended (Cancelled)" in one_sentence(cli("submit", then), 1)

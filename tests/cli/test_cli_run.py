@@ -71,6 +71,7 @@ def test_a_script_without_a_job_file(light: Cli) -> None:
         (["python", "-m"], "'python -m': options of Python but -m are not possible"),
         (["python", "-m", "a-b"], "run: module: 'a-b' is not the name of a module"),
         (["python", "nowhere.py"], "job 'run': script: there is no file"),
+        (["sh", "train.sh"], "'sh' is no Python script; give one, or run other programs with"),
     ],
 )
 def test_what_is_no_script(
@@ -80,6 +81,16 @@ def test_what_is_no_script(
         main(["run", "--", *command])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"Error: {complaint}")
+
+
+def test_options_of_the_script_without_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "python", "train.py", "--lr", "0.1"])
+    assert ended.value.code == 2
+    assert (
+        "; put '--' before the script if the option is the script's; see 'pipollux run --help'"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_a_variable_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ class Allocator:
             for job in snapshot.candidates
             if not job.allocation
             # The reason may have been its team until now.
-            and (job.is_new or (job.message.startswith(OF_TEAM) and job.name not in of_teams))
+            and (job.unexplained or (job.message.startswith(OF_TEAM) and job.name not in of_teams))
         ]
         whys = why_waiting(waiting, snapshot.candidates, snapshot.nodes) if waiting else []
         told = dict(zip((job.name for job in waiting), whys, strict=True))

@@ -27,7 +27,7 @@ from pipollux_policies import (
 )
 from pipollux_policies.allocations.allocation import network_level
 from pipollux_policies.teams.team import Teams
-from pipollux_sched.lifecycle import JobState, Phase
+from pipollux_sched.lifecycle import NO_ROOM, JobState, Phase
 from pipollux_sched.spec.cluster import NodeSpec
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import JobRecord, NodeCondition, NodeRecord, Store
@@ -149,6 +149,9 @@ class SnapshotReader:
                     suspended=job.phase is Phase.SUSPENDED,
                     num_stages=job.state.num_stages,
                     is_new=job.phase is Phase.CREATED,
+                    # Resumed jobs and those of an earlier scheduler are queued without a decision.
+                    unexplained=job.phase is Phase.CREATED
+                    or (job.phase is Phase.QUEUED and job.state.reason != NO_ROOM),
                     warm_start=warm_start,
                     message=job.state.message,
                 )

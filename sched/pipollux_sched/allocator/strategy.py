@@ -31,7 +31,9 @@ class SchedulableJob:
     num_stages: int | None = None
     """K of these replicas, or of its previous ones; None: the job's own."""
     is_new: bool = False
-    """Whether it is new, and has no reason for being queued yet."""
+    """Whether it is new."""
+    unexplained: bool = False
+    """Whether no decision has yet given it a reason for being queued."""
     warm_start: WarmStart | None = None
     """Inherited hints, if it has measured nothing itself."""
     message: str = ""

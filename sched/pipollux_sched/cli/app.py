@@ -171,6 +171,8 @@ def _usage_error(error: Exception, args: Sequence[str]) -> int:
     command = f"pipollux {args[0]}" if args and args[0] in COMMANDS else "pipollux"
     said = error.format_message().rstrip(".").replace(": Value error, ", ": ")
     said = said.replace("Input should be", f"{_given(error)} must be")
+    if command == "pipollux run" and "--" not in args and hasattr(error, "option_name"):
+        said += "; put '--' before the script if the option is the script's"
     complain(f"{said}; see '{command} --help'")
     return USAGE
 

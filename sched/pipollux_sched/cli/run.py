@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def run(
     command line is invalid; 130 detached by Ctrl-C.
     """
     program, args = _split(command)
+    if image is None:
+        _check_is_python(program.get("script", ""))
     given = {
         "name": name or "run",
         **program,
@@ -164,6 +167,15 @@ def _split(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             USAGE,
         )
     return {"script": rest[0]}, rest[1:]
+
+
+def _check_is_python(script: str) -> None:
+    if Path(script).name == script and not Path(script).exists() and shutil.which(script):
+        raise CommandError(
+            f"'{script}' is no Python script; give one, or run other programs with 'command' in a "
+            "job file",
+            USAGE,
+        )
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -47,6 +47,7 @@ from .invariant import broken_rules
 from .resizes import can_survive, why_restart
 from .state import (
     CANCELLED,
+    NO_ROOM,
     PRUNED,
     ChangeStage,
     Condition,
@@ -63,6 +64,7 @@ from .transitions import advance, backoff
 
 __all__ = [
     "CANCELLED",
+    "NO_ROOM",
     "PRUNED",
     "Action",
     "Adopt",

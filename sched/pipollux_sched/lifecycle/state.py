@@ -11,6 +11,8 @@ CANCELLED = "Cancelled"
 
 PRUNED = "Pruned"
 """The same for a trial of a sweep that was stopped because others are better."""
+NO_ROOM = "NoRoom"
+"""Reason of the phase `QUEUED` of a job that a decision gave nothing."""
 SWEEPING = "Sweeping"
 """Reason of the phase `RUNNING` of a sweep, which has no processes of its own."""
 

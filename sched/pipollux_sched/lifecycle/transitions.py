@@ -55,7 +55,7 @@ from .events import (
     Switched,
     WaitingToJoin,
 )
-from .state import Intent, JobState, Outcome, Phase
+from .state import NO_ROOM, Intent, JobState, Outcome, Phase
 from .steps import (
     NOT_ADOPTED,
     Transition,
@@ -181,9 +181,10 @@ def _allocate(state: JobState, event: Allocate, now: float) -> Transition:
     if not nodes:
         if state.phase in (Phase.QUEUED, Phase.SUSPENDED):
             if event.restates and event.why != state.message:
-                return enter(state, state.phase, state.reason, event.why, now), ()
+                reason = NO_ROOM if state.phase is Phase.QUEUED else state.reason
+                return enter(state, state.phase, reason, event.why, now), ()
             return state, ()
-        return enter(state, Phase.QUEUED, "NoRoom", event.why, now, assigned=()), ()
+        return enter(state, Phase.QUEUED, NO_ROOM, event.why, now, assigned=()), ()
     record = _allocated(state, event, nodes)
     if state.phase is Phase.RESTARTING:  # it starts after its backoff
         changed = (nodes, event.num_stages) != (state.assigned, state.num_stages)

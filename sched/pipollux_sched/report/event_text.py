@@ -150,7 +150,7 @@ def _several(what: str, words: Sequence[str]) -> str:
 
 
 def _waiting(event: Event) -> str:
-    return f"waits for slots since {spell_duration(event['threshold'])}: {first_line(event['why'])}"
+    return f"has waited {spell_duration(event['threshold'])} for slots: {first_line(event['why'])}"
 
 
 def _forecast_missed(event: Event) -> str:

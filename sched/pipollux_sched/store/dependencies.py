@@ -8,9 +8,17 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from pipollux_sched.lifecycle import Dependency, DependencyEnded, JobState, Phase, When
+from pipollux_sched.lifecycle import (
+    CANCELLED,
+    Dependency,
+    DependencyEnded,
+    JobState,
+    Phase,
+    When,
+)
 
 from .errors import DependencyError
+from .records import job_state
 from .tables import JobRow
 
 
@@ -37,13 +45,14 @@ def waits_of(
                 f"job '{job}' waits for '{entry.job}', and there is no job of this name; submit "
                 "that one first, or both together"
             )
-        phase = Phase(row.phase)
-        if not phase.ended:
+        state = job_state(row)
+        if not state.phase.ended:
             waits.append(entry)
-        elif not entry.met_by(phase):
+        elif not entry.met_by(state.phase):
+            ended = CANCELLED if state.cancelled else state.phase.value
             raise DependencyError(
                 f"job '{job}' can never start: it waits for {entry}, which has ended "
-                f"({row.phase}); run that one again first, or wait for something else"
+                f"({ended}); run that one again first, or wait for something else"
             )
     return tuple(waits)
 

@@ -15,7 +15,17 @@ from pipollux_sched.allocator.decide import place_new, reallocate, why_waiting
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.allocator.snapshot import SnapshotReader, is_pinned
 from pipollux_sched.allocator.strategy import FixedStrategy, PolicyStrategy, SchedulableJob
-from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Cancel,
+    Event,
+    Exited,
+    Outcome,
+    Phase,
+    Recover,
+    Resume,
+    Suspend,
+)
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Point, Store
 from tests.sched.allocator.test_hints import NOTHING_FITS
@@ -255,6 +265,27 @@ def test_jobs_that_get_nothing_are_told_why(world: World) -> None:
     job = world.store.job("three")
     assert (job.phase, job.state.reason) == (Phase.QUEUED, "NoRoom")
     assert job.state.message == (
+        "waits: needs 2 slots free on one node, and a, the freest, has 0 slots beside job one"
+    )
+
+
+@pytest.mark.parametrize(
+    "events", [[Recover()], [Suspend(), Resume()]], ids=["restarted", "resumed"]
+)
+def test_jobs_that_are_queued_without_a_decision_are_told_why(
+    world: World, events: Sequence[Event]
+) -> None:
+    """By a new scheduler, or by their user."""
+    for name in ("one", "two", "three"):
+        world.submit(name, num_stages=2)
+    world.allocator(Answer()).run_once()
+    for event in events:
+        world.store.transition("three", event)
+    assert "waits:" not in world.store.job("three").state.message
+    world.allocator(Answer()).run_once()
+    state = world.store.job("three").state
+    assert (state.phase, state.reason) == (Phase.QUEUED, "NoRoom")
+    assert state.message == (
         "waits: needs 2 slots free on one node, and a, the freest, has 0 slots beside job one"
     )
 

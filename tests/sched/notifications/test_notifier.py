@@ -300,7 +300,7 @@ def test_waiting_too_long_by_each_rule(outbox: Outbox, receiver: Receiver, clock
     for _ in range(20):
         outbox.deliver()
         clock.now += 500
-    told = ["waits for slots since 10 min: 2 slots", "waits for slots since 2 h: 2 slots"]
+    told = ["has waited 10 min for slots: 2 slots", "has waited 2 h for slots: 2 slots"]
     assert receiver.texts == told
     outbox.restart()
     outbox.deliver()

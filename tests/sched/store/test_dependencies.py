@@ -143,6 +143,9 @@ def test_what_cannot_be_waited_for_is_refused(store: Store) -> None:
         store.submit_all([submission("c"), submission("b", ["a"])])
     assert [job.name for job in store.jobs()] == ["a"]
     assert submit(store, "b", {"job": "a", "when": "ended"}).phase is Phase.CREATED
+    store.transition("b", Cancel())
+    with pytest.raises(DependencyError, match=r"which has ended \(Cancelled\); run that one again"):
+        submit(store, "c", "b")
 
 
 def test_a_user_may_suspend_cancel_and_rerun_a_job_that_waits(store: Store, clock: Clock) -> None:
