@@ -295,7 +295,9 @@ CASES = [Case(*case) for case in pairs(*AXES)]
 ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 
-@pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_stages"), [pytest.param(1, 3, marks=pytest.mark.exhaustive), (2, 2)]
+)
 def test_gradients_are_the_plain_models(num_replicas: int, num_stages: int) -> None:
     check(num_replicas, num_stages, CASES)
 
