@@ -106,12 +106,15 @@ def test_a_sweep_runs_trial_by_trial(site: Site) -> None:
         f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.05; done'
     )
     site.apply("rates", sweep=sweep, **trials(site, run))
-    until(lambda: site.status("rates").get("replicas") == 2, "2 trials run")
-    made = {trainjob.metadata.name: trainjob for trainjob in site.client.list(TrainJob)}
-    assert set(made) == {"rates-0-a1", "rates-1-a1"}
+    until(lambda: site.status("rates").get("replicas") == 2, "2 trials are being started")
+
+    def made() -> dict[str, TrainJob]:
+        return {trainjob.metadata.name: trainjob for trainjob in site.client.list(TrainJob)}
+
+    until(lambda: set(made()) == {"rates-0-a1", "rates-1-a1"}, "both have a TrainJob")
     owners = [
         (owner.kind, owner.name)
-        for trainjob in made.values()
+        for trainjob in made().values()
         for owner in trainjob.metadata.ownerReferences
     ]
     assert owners == [("PipolluxJob", "rates")] * 2
