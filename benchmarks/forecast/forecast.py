@@ -1,12 +1,12 @@
 """Calibration and error of forecasts on Pollux's public workloads.
 
     python benchmarks/forecast/forecast.py ARTIFACT --results DIR [--workloads 1,2,3,6]
-        [--told exact,learned] [--every 20]
+        [--told exact,learned] [--every 20] [--nodes 16]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces` and
-`workloads`. Each workload is simulated on 16 nodes of 4 GPUs, as the scheduler decides. With every
-eighth arrival, all unfinished jobs are forecast from what a scheduler knows then; the simulation
-goes on, and says what happened. Results are kept in DIR, one file per workload. Prints Markdown.
+`workloads`. Each workload is simulated on nodes of 4 GPUs, as the scheduler decides. With every
+n-th arrival, all unfinished jobs are forecast from what a scheduler knows then; the simulation goes
+on, and says what happened. Results are kept in DIR, one file per workload. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from pipollux_simulator.forecasting.sample import Times
 
 WORKLOADS = (1, 2, 3, 6)
 EARLIER = 101
-NODES = {"": (16, 4)}
+NUM_NODES = 16
+"""Of the public experiments, and of those that workloads are drawn for."""
 DRAWN = 100
 """From this number on, workloads are drawn; `errors.ERROR` was chosen on 101."""
 TOLD = {"exact": "known", "learned": "unknown"}
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
     parser.add_argument("--told", default=",".join(TOLD))
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--nodes", type=int, default=NUM_NODES)
     parser.add_argument("--error", type=float, default=ERROR)
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
@@ -91,7 +93,7 @@ def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
     """Return the forecasts of one workload beside what happened, simulated or found."""
     target = _file(options, told, number)
     if not target.exists():
-        rows = simulate(options.artifact, told, number, options.every)
+        rows = simulate(options.artifact, told, number, options.every, options.nodes)
         beside = target.with_suffix(".part")
         beside.write_text(json.dumps(rows))
         beside.replace(target)
@@ -100,13 +102,16 @@ def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
 
 
 def _file(options: argparse.Namespace, told: str, number: int) -> Path:
-    return Path(options.results) / f"{told}-{number}-every-{options.every}.json"
+    nodes = "" if options.nodes == NUM_NODES else f"-nodes-{options.nodes}"
+    return Path(options.results) / f"{told}-{number}-every-{options.every}{nodes}.json"
 
 
-def simulate(artifact: Path, told: str, number: int, every: int) -> list[dict[str, Any]]:
+def simulate(
+    artifact: Path, told: str, number: int, every: int, num_nodes: int
+) -> list[dict[str, Any]]:
     """Simulate a workload, with forecasts at every n-th arrival."""
     jobs = workload(artifact, number)
-    nodes = make_nodes(NODES)
+    nodes = make_nodes({"": (num_nodes, 4)})
     settings = Options(
         known_length=KnownLength.parse(told), decides_at="changes", inherit_models=True
     )
@@ -131,7 +136,7 @@ def simulate(artifact: Path, told: str, number: int, every: int) -> list[dict[st
 def workload(artifact: Path, number: int) -> tuple[JobArrival, ...]:
     """Return a public workload; from `DRAWN` on, one that is drawn like them."""
     if number >= DRAWN:
-        requests = requests_for("pollux", make_nodes(NODES), artifact / "traces")
+        requests = requests_for("pollux", make_nodes({"": (NUM_NODES, 4)}), artifact / "traces")
         return generate(160, 8.0, number, "pollux", requests)
     return read_workload(artifact / "workloads" / f"workload-{number}.csv")
 
