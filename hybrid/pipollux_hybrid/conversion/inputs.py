@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -60,6 +60,8 @@ class Inputs:
                 "know their sizes"
             )
         self._keywords = list(given[1])
+        self._are_tensors = len(given[1]) == len(leaves) and not any(self._marked)
+        """Whether a batch is a dict of tensors, which is read without a walk over its tree."""
         self.dimensions = [self._batch()]
         if lengths_vary:
             self.dimensions += self._lengths(given)
@@ -170,15 +172,23 @@ class Inputs:
         Raises:
             ConfigurationError: It has another structure, dtype, or a size that may not vary.
         """
-        leaves, structure = pytree.tree_flatten(plain_batch(batch), is_leaf=is_marked)
-        if structure != self._structure or any(map(is_marked, leaves)):
-            leaves = self._in_order(batch)
+        leaves = self._leaves_of(batch)
         firsts = (dimension.places[0] for dimension in self.dimensions)
         sizes = tuple(leaves[i].shape[dim] for i, dim in firsts)
         for i, leaf in enumerate(leaves):
             self._check(i, leaf, sizes)
         self._check_sizes(sizes, training)
         return sizes, leaves
+
+    def _leaves_of(self, batch: Any) -> list[Any]:
+        if self._are_tensors and isinstance(batch, Mapping) and len(batch) == len(self._keywords):
+            leaves = [batch.get(name) for name in self._keywords]
+            if all(isinstance(leaf, Tensor) for leaf in leaves):
+                return leaves
+        leaves, structure = pytree.tree_flatten(plain_batch(batch), is_leaf=is_marked)
+        if structure != self._structure or any(map(is_marked, leaves)):
+            return self._in_order(batch)
+        return leaves
 
     def _check_sizes(self, sizes: tuple[int, ...], training: bool) -> None:
         for place, (dimension, size) in enumerate(zip(self.dimensions, sizes, strict=True)):

@@ -98,6 +98,11 @@ class ModelLayers(nn.Sequential):
         for name in used:
             state_dict.pop(name)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters."""
+        for _, parameter in super().named_parameters("", recurse):
+            yield parameter
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

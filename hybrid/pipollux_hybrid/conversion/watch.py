@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -25,6 +25,7 @@ IGNORED = frozenset(
 PLAIN = (bool, int, float, str, type(None))
 CONTAINERS = (list, tuple, set, frozenset, dict)
 MISSING = object()
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class SettingsWatch:
@@ -84,7 +85,11 @@ class SettingsWatch:
     def _compare_members(self, name: str, module: nn.Module) -> None:
         found, before = members_of(module), self._members[name]
         for member in before | found:
-            if found.get(member) != before.get(member):
+            if (
+                member not in found
+                or member not in before
+                or found[member]() is not before[member]()
+            ):
                 was = "added to" if member not in before else "replaced in"
                 was = "deleted from" if member not in found else was
                 raise ConfigurationError(
@@ -109,7 +114,9 @@ class _Part:
         self._names = frozenset(vars(owner))
         watched = {name: x for name, x in vars(owner).items() if _is_watched(name, x)}
         self._members = members_of(owner)
-        self._same = {**watched, **{name: x for name, x in vars(owner).items() if _is_config(x)}}
+        self._watched = tuple(watched)
+        self._values = tuple(watched.values())
+        self._configs = {name: x for name, x in vars(owner).items() if _is_config(x)}
         self._contents = [
             (x, copy.deepcopy(x)) for x in watched.values() if isinstance(x, CONTAINERS)
         ]
@@ -122,9 +129,10 @@ class _Part:
         found = vars(owner)
         return (
             found.keys() == self._names
-            and all(found[name] is x for name, x in self._same.items())
+            and tuple(map(found.get, self._watched)) == self._values
+            and all(found[name] is x for name, x in self._configs.items())
             and all(x == before for x, before in self._contents)
-            and members_of(owner) == self._members
+            and has_members(owner, self._members)
             and not has_hooks(owner)
         )
 
@@ -152,30 +160,35 @@ def configs_of(owner: Any) -> Iterator[Any]:
             pending += vars(config).values()
 
 
-class _Member:
-    """A module or parameter, equal to itself only, and not kept alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = weakref.ref(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Member) and self._value() is other._value()
-
-    __hash__ = None  # type: ignore[assignment]  # as of any class whose objects compare
+Members: TypeAlias = "dict[str, weakref.ref[nn.Module | nn.Parameter]]"
+"""Modules and parameters by name, not kept alive."""
 
 
-def members_of(owner: Any) -> dict[str, _Member]:
-    """Return the modules and parameters that a module has itself, by name."""
-    if not isinstance(owner, nn.Module):
-        return {}
-    own = (*owner._modules.items(), *owner._parameters.items())
-    return {name: _Member(x) for name, x in own if x is not None}
+def members_of(owner: Any) -> Members:
+    """Return the modules and parameters that a module has itself."""
+    return {name: weakref.ref(x) for name, x in _own(owner) if x is not None}
+
+
+def _own(owner: Any) -> Sequence[tuple[str, Any]]:
+    return (
+        [*owner._modules.items(), *owner._parameters.items()]
+        if isinstance(owner, nn.Module)
+        else ()
+    )
+
+
+def has_members(owner: Any, members: Members) -> bool:
+    """Return whether a module has exactly these modules and parameters, by identity."""
+    own = [(name, x) for name, x in _own(owner) if x is not None]
+    return len(own) == len(members) and all(
+        name in members and members[name]() is x for name, x in own
+    )
 
 
 def has_hooks(owner: Any) -> bool:
     """Return whether a module has hooks of its forward or backward."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(owner).get(kind) for kind in kinds)
+    found = vars(owner)
+    return any(found.get(kind) for kind in HOOKS)
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
