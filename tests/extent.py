@@ -24,7 +24,7 @@ USUAL, FRESH = "usual", "fresh"
 # How long an example takes says something about the machine, so nothing is made of it.
 settings.register_profile(
     USUAL,
-    max_examples=50,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     database=None,
@@ -52,11 +52,11 @@ def examples(usual: int, exhaustive: int | None = None) -> settings:
     """Return how many examples hypothesis tries.
 
     Args:
-        usual: half of them in `make test`, where they are always the same; all with fresh seeds.
+        usual: a quarter of them in `make test`, always the same; all with fresh seeds.
         exhaustive: half of them with fresh seeds, where as many are not what is wanted.
     """
     fresh = settings.get_current_profile_name() == FRESH
-    return settings(max_examples=-(-((exhaustive or 2 * usual) if fresh else usual) // 2))
+    return settings(max_examples=-(-(exhaustive or 2 * usual) // 2) if fresh else -(-usual // 4))
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:
