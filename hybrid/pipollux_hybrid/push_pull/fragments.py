@@ -49,14 +49,21 @@ def fragments_of(sizes: Mapping[int, int], count: int) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
-def check_layers(layers: Mapping[int, Sequence[tuple[str, nn.Parameter]]]) -> None:
-    """Refuse parameters that cannot be averaged."""
+def check_layers(
+    layers: Mapping[int, Sequence[tuple[str, nn.Parameter]]], compression: str | None
+) -> None:
+    """Refuse parameters that cannot be averaged or compressed."""
     for several in layers.values():
         for name, parameter in several:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 raise ConfigurationError(
                     f"parameter {name} is of {parameter.dtype}: push and pull average changes, "
                     "which only floating-point parameters have"
+                )
+            if parameter.is_complex() and compression is not None:
+                raise ConfigurationError(
+                    f"parameter {name} is complex, and compression={compression!r} is for real "
+                    "numbers: leave it out"
                 )
 
 

@@ -186,6 +186,8 @@ class KeyRange:
             based = push.revisions[layer]
             if based > state.revision or based // GENERATION != state.revision // GENERATION:
                 raise RejectedError(PAST)
+            if push.place < state.place and push.intervals[layer]:
+                raise RejectedError(PAST)
             if push.member in state.pending:
                 raise ValueError(f"member {push.member} pushed layer {layer} twice without a pull")
             fresh.append(layer)
@@ -194,7 +196,8 @@ class KeyRange:
 
     def _accept(self, layer: int, push: Push, change: Sequence[Tensor]) -> None:
         state, member, weight = self.layers[layer], push.member, push.weights[layer]
-        if state.place != push.place:
+        # A layer that is beyond the loop, as its server had saved it later, keeps what it has.
+        if state.place < push.place:
             state.place, state.credits = push.place, IntervalSet()
         for start, stop in push.intervals[layer]:
             state.credits.add(start, stop)

@@ -161,7 +161,7 @@ class Learner:
             if (kept := [x for x in several if x[1].requires_grad])
         }
         self._still = [x for several in here.values() for x in several if not x[1].requires_grad]
-        check_layers(self._layers)
+        check_layers(self._layers, self.options.compression)
         if not self._layers:
             raise ConfigurationError("no parameter of this stage is trained: nothing to push")
         sizes = {key: self._sizes[key] for key in self._layers}
@@ -441,6 +441,11 @@ class Learner:
             for name, parameter in self._layers[key]:
                 sent = _master(parameter)
                 change = self._base[name] - sent
+                if not parameter.requires_grad and not change.any():
+                    raise ConfigurationError(
+                        f"parameter {name} was frozen after HybridParallel(…) was made, and the "
+                        "momentum of the servers would still move it: freeze it before that"
+                    )
                 fragment.sent[name] = sent
                 if self._feedback is not None:
                     quantized = self._feedback.compress(name, change)
@@ -555,7 +560,7 @@ class Learner:
         """
         for several in self._layers.values():
             for name, parameter in several:
-                if not torch.equal(_master(parameter), self._base[name]):
+                if not _are_equal(_master(parameter), self._base[name]):
                     raise ConfigurationError(
                         f"parameter {name} was changed outside of a training loop, and servers "
                         "hold its value: load a model's state before HybridParallel(…), and start "
@@ -622,6 +627,11 @@ def _master(parameter: Tensor) -> Tensor:
     """Return a copy of a parameter on the CPU, in the servers' dtype."""
     dtype = master_dtype(parameter)
     return parameter.detach().to("cpu", dtype, copy=True)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    # A training that has diverged has NaN, which nobody has changed.
+    return torch.equal(first, second) or torch.allclose(first, second, 0.0, 0.0, equal_nan=True)
 
 
 def _joined(spans: Sequence[Span], key: int) -> list[list[int]]:

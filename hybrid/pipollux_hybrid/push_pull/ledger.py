@@ -37,6 +37,8 @@ NUMBERS = 1_000_000
 """Distance between the members' numbers of two generations, more than join in one."""
 REPLICA = 10**12
 """Distance between the members' numbers of two replicas, more than ever join."""
+UNKNOWN = -1
+"""Number of samples of a loop of which only the number was saved."""
 ANSWERS = 256
 """Answers that are kept for the other processes of a replica."""
 
@@ -104,6 +106,8 @@ class Ledger:
         self.num_samples = 0
         self.data = ""
         """Description of the loop's data."""
+        self.before: tuple[Place, int] | None = None
+        """The loop before and its samples; None: it is the first one of the servers."""
         self.done: dict[int, IntervalSet] = {}
         self.free: list[Lease] = []
 
@@ -135,8 +139,12 @@ class Ledger:
         """
         member = self._member(number)
         if self.place is None or (place > self.place and self.is_over()):
-            self.place, self.begun, self.num_samples = place, False, num_samples
-            self.data = data
+            if self.place is not None:
+                self.before = self.place, self.num_samples
+            self.place, self.begun = place, False
+            self.num_samples, self.data = num_samples, data
+        if place == self.place and self.num_samples == UNKNOWN:
+            self.num_samples, self.data = num_samples, data
         if place > self.place:
             raise ValueError(
                 f"replica {member.replica} begins loop {place[1]} of epoch {place[0]}, and loop "
@@ -155,6 +163,28 @@ class Ledger:
                 member.place, member.asked = place, set()
                 member.opened = set()
         return self.place
+
+    def earlier_place(self, reached: Mapping[int, tuple[Place, int]]) -> Place | None:
+        """Return the loop from which the training has to go on, as some layers were saved before
+        they had all of its samples, and the ledger later; None: there are no such layers.
+
+        Args:
+            reached: Of each layer, its loop and the number of samples that are credited in it.
+        """
+        if self.place is None or self.before is None:
+            return None
+        behind = [
+            place
+            for place, count in reached.values()
+            if place < self.place and (place, count) != self.before
+        ]
+        return min(behind, default=None)
+
+    def go_back(self, place: Place) -> None:
+        """Begin a loop again, with the members that will join."""
+        self.members, self.place, self.begun, self.before = {}, place, False, None
+        self.num_samples, self.data, self.free = UNKNOWN, "", []
+        self.done = {layer: IntervalSet() for layer in range(self.num_layers)}
 
     def may_begin(self, expected: int) -> bool:
         """Return whether enough members have reached the loop."""
@@ -376,6 +406,7 @@ class Ledger:
             "num_samples": self.num_samples,
             "data": self.data,
             "place": self.place,
+            "before": self.before,
             "members": members,
             "done": done,
             "free": [_listed(x) for x in self.free],
@@ -388,6 +419,9 @@ class Ledger:
         for name in ("num_layers", "next_member", "begun", "num_samples", "data"):
             setattr(ledger, name, content[name])
         ledger.place = _place(content["place"])
+        if content["before"] is not None:
+            place, count = content["before"]
+            ledger.before = (int(place[0]), int(place[1])), int(count)
         ledger.done = {int(layer): IntervalSet(spans) for layer, spans in content["done"].items()}
         ledger.free = [_lease(x) for x in content["free"]]
         for number, given in content["members"].items():

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -28,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipollux_hybrid.errors import PeerLostError
+from pipollux_hybrid.errors import PipolluxError
 
 from .kept_state import KeptState
 from .key_range import FENCED, ROUND_OVER, LayerState, RejectedError
@@ -74,6 +75,11 @@ NO_STATE = "no copy of this range"
 WITHOUT_STATE = (
     "the servers were started again without their state: start them with --directory, and all "
     "replicas again, from their checkpoints"
+)
+
+WITHOUT_LAYERS = (
+    "the servers' folder has the state of a training, but not of layer {layers}: put back all of its "
+    "files, or start the servers with an empty one"
 )
 
 
@@ -163,7 +169,7 @@ class Server:
             await self._repeat_counts()
         saved = used = time.monotonic()
         while True:
-            await asyncio.sleep(min(1.0, self._lost_after / 5.0))
+            await self._pause(min(1.0, self._lost_after / 5.0))
             if not self._last_use or (self.shard is not None and self.shard.keys.counted):
                 used = time.monotonic()
             elif time.monotonic() - used >= UNUSED:
@@ -175,6 +181,17 @@ class Server:
                 async with self._lock:
                     self._save()
                 saved = time.monotonic()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep. Time for which this process was stopped or busy counts for no replica as silence,
+        since their heartbeats are still to be read.
+        """
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        stall = time.monotonic() - began - seconds
+        for moments in (self._seen, self._cut_off):
+            for member in moments:
+                moments[member] += stall
 
     async def _recover(self) -> None:
         """Take this server's range from the next server, if that has a copy."""
@@ -215,13 +232,17 @@ class Server:
                 return reply
             await asyncio.wait_for(self.ready.wait(), PATIENCE)
             return await self._serve(operation, message)
-        except (RejectedError, PeerLostError, ValueError) as error:
+        except (PipolluxError, ValueError) as error:
             return Message({"error": str(error)})
         except (KeyError, TypeError, IndexError) as error:
             what = f"{operation!r} ({type(error).__name__}: {error})"
             return Message(
                 {"error": f"a server does not understand {what}: use one version everywhere"}
             )
+        except Exception as error:  # without an answer a replica would wait for its timeout
+            traceback.print_exc()
+            what = f"{operation!r} ({type(error).__name__}: {error})"
+            return Message({"error": f"server {self.index} has failed at {what}: see its output"})
 
     # What the servers beside this one ask.
 
@@ -374,6 +395,7 @@ class Server:
             "configure": self._configure,
             "credits": self._credits,
             "rounds": self._rounds,
+            "reached": self._reached,
         }
         if operation not in handlers:
             raise ValueError(f"a server does not know {operation!r}: use one version everywhere")
@@ -417,9 +439,13 @@ class Server:
             kept = {key: state for key in missing if (state := self._kept.layer(key)) is not None}
             self._check_parameters(message, {**self._own.keys.layers, **kept}, kept)
             self._own.keys.layers |= kept
-            if message.header["again"] and len(kept) < len(missing):
+            if len(kept) < len(missing):
                 # A server was killed during its first save. The replica has trained meanwhile.
-                raise ValueError(WITHOUT_STATE)
+                if message.header["again"]:
+                    raise ValueError(WITHOUT_STATE)
+                if self._kept.has_begun():
+                    layers = ", ".join(str(key) for key in missing if key not in kept)
+                    raise ValueError(WITHOUT_LAYERS.format(layers=layers))
             if kept:
                 await self._send_copy()
         return await self._apply(message)
@@ -451,6 +477,7 @@ class Server:
         """Accept a replica; one that was started again takes the place of its former self."""
         replica, former = message.header["replica"], int(message.header["former"])
         async with self._ledger_lock:
+            await self._go_back_if_behind()
             members = self._own.book.members
             for member in [number for number, x in members.items() if x.replica == replica]:
                 if former not in (0, member):
@@ -468,6 +495,21 @@ class Server:
             self._expected = max(self._expected, int(message.header["expected"]))
             await self._tell({"op": "admit", "member": member})
         return reply
+
+    async def _go_back_if_behind(self) -> None:
+        """Go back to a loop that layers lack samples of, as their server was restored from files
+        that are older than the ledger.
+        """
+        book = self._own.book
+        found = await self._gather({"op": "reached"}, self._reached, "reached")
+        reached = {int(key): ((int(e), int(n)), int(count)) for key, (e, n, count) in found.items()}
+        place = book.earlier_place(reached)
+        if place is None:
+            return
+        _say(f"some layers were saved in loop {place[1]} of epoch {place[0]}: replicas go on there")
+        for member in list(book.members):
+            await self._fence(member)
+        await self._apply(Message({"op": "go_back", "place": place}))
 
     async def _beat(self, message: Message) -> Message:
         member = int(message.header["member"])
@@ -630,6 +672,11 @@ class Server:
         keys = self._own.keys
         rounds = keys.rounds(keys.layers)
         return Message({"rounds": {str(key): number for key, number in rounds.items()}})
+
+    async def _reached(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+        layers = self._own.keys.layers.items()
+        found = {str(key): [*state.place, len(state.credits)] for key, state in layers}
+        return Message({"reached": found})
 
     async def _credits(self, message: Message) -> Message:
         epoch, loop = message.header["place"]

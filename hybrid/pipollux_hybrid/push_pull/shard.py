@@ -153,6 +153,10 @@ class Shard:
         self.book.lose(message.header["member"], _credits(message))
         return Message({"count": self.book.recount()})
 
+    def _op_go_back(self, message: Message) -> Message:
+        self.book.go_back(_place(message.header["place"]))
+        return Message({})
+
     def _op_rebuild(self, message: Message) -> Message:
         self.book.rebuild(_credits(message))
         return Message({})
