@@ -18,7 +18,7 @@ from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
-from pipollux_hybrid.push_pull.learner import learner_of
+from pipollux_hybrid.push_pull.component import learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 

@@ -22,7 +22,8 @@ from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
-from pipollux_hybrid.push_pull.learner import Learner, learner_of
+from pipollux_hybrid.push_pull.component import learner_of
+from pipollux_hybrid.push_pull.learner import Learner
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 

@@ -67,6 +67,16 @@ def check_layers(
                 )
 
 
+def master_values(several: Sequence[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """Return copies of parameters on the CPU, in the servers' dtype."""
+    return [master_value(parameter) for _, parameter in several]
+
+
+def master_value(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter on the CPU, in the servers' dtype."""
+    return parameter.detach().to("cpu", master_dtype(parameter), copy=True)
+
+
 def master_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype in which servers hold a parameter: at least float32."""
     if parameter.is_complex():

@@ -275,6 +275,15 @@ class KeyRange:
         clocks = [state.clocks.get(x, 0) for x in self._active(state)]
         return clock - min(clocks, default=clock) <= self.max_staleness
 
+    def slowest(self, layers: Iterable[int]) -> set[int]:
+        """Return the members with the fewest rounds of layers, for which others wait."""
+        found: set[int] = set()
+        for state in map(self.layers.__getitem__, layers):
+            clocks = {member: state.clocks.get(member, 0) for member in self._active(state)}
+            least = min(clocks.values(), default=0)
+            found |= {member for member, clock in clocks.items() if clock == least}
+        return found
+
     def content(self) -> dict[str, Any]:
         """Return the state in dicts, lists, tensors and numbers."""
         layers = {layer: layer_content(state) for layer, state in self.layers.items()}

@@ -99,6 +99,8 @@ class Ledger:
         self.sync_every, self.lockstep, self.adapts = sync_every, lockstep, adapts
         self.num_layers = 0
         self.members: dict[int, Member] = {}
+        self.settings: dict[str, Any] = {}
+        """What members have to have alike, as the first of them had it."""
         self.next_member = 1
         self.place: Place | None = None
         self.begun = False
@@ -251,6 +253,12 @@ class Ledger:
         if self.place is None or member.place is None or stage in member.opened:
             return False
         return member.place < self.place
+
+    def busy(self) -> set[int]:
+        """Return the members for which the beginning or the end of the loop waits."""
+        if not self.begun:
+            return {n for n, member in self.members.items() if member.place != self.place}
+        return {n for n, member in self.members.items() if not member.idle}
 
     def present(self) -> dict[str, Any]:
         """Return the ids of the members' replicas, and the number of their nodes."""
@@ -408,6 +416,7 @@ class Ledger:
             "place": self.place,
             "before": self.before,
             "members": members,
+            "settings": self.settings,
             "done": done,
             "free": [_listed(x) for x in self.free],
         }
@@ -416,7 +425,7 @@ class Ledger:
     def of(cls, content: Mapping[str, Any]) -> Ledger:
         """Return the ledger of a :meth:`content`, also after a passage through JSON."""
         ledger = cls(content["sync_every"], lockstep=content["lockstep"], adapts=content["adapts"])
-        for name in ("num_layers", "next_member", "begun", "num_samples", "data"):
+        for name in ("num_layers", "next_member", "begun", "num_samples", "data", "settings"):
             setattr(ledger, name, content[name])
         ledger.place = _place(content["place"])
         if content["before"] is not None:
@@ -435,6 +444,11 @@ class Ledger:
             member.answers = {int(turn): found for turn, found in given["answers"].items()}
             ledger.members[int(number)] = member
         return ledger
+
+
+def replica_of(member: int) -> int:
+    """Return the id of a member's replica."""
+    return member // REPLICA
 
 
 def _listed(lease: Lease) -> list[Any]:

@@ -122,6 +122,8 @@ class Shard:
     def _op_join(self, message: Message) -> Message:
         header = message.header
         given = header["replica"], header["processes"], header["num_layers"]
+        if not self.book.members:
+            self.book.settings = header["settings"]
         number = self.book.join(*given, header["node"], header["fragments"])
         return Message({"member": number, "place": self.book.place, **self.book.present()})
 
