@@ -278,14 +278,14 @@ def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
 
 def test_a_server_that_was_frozen_has_lost_no_replica(tmp_path: Path) -> None:
     """Heartbeats of that time are still to be read when it goes on."""
-    with servers(1, options=("--lost-after", "1")) as running:
+    with servers(1, options=("--lost-after", "4")) as running:
         job = Job(running, ALONE, tmp_path)
         try:
             job.start(0, 1, 7)
             until(lambda: job.steps(0) == 7, "it has trained", PATIENCE)
             os.kill(running.processes[0].pid, signal.SIGSTOP)
             frozen = time.monotonic()
-            until(lambda: time.monotonic() - frozen > 2.5, "the time of a loss is over", PATIENCE)
+            until(lambda: time.monotonic() - frozen > 5.5, "the time of a loss is over", PATIENCE)
             os.kill(running.processes[0].pid, signal.SIGCONT)
             until(job.servers_are_ready, "it goes on", PATIENCE)
             assert not job.is_lost(1)
