@@ -58,7 +58,7 @@ def _hyperparameters(
     group: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """Yield hyperparameters, without the changes that a schedule has made."""
-    for name in defaults.keys() - HOW_IT_RUNS:
+    for name in sorted((defaults.keys() & group.keys()) - HOW_IT_RUNS):
         if name == "lr":
             yield name, _word(group.get("initial_lr", group["lr"]))
         elif not (name in ("momentum", "betas") and "base_momentum" in group):
