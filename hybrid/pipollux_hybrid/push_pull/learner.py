@@ -220,7 +220,8 @@ class Learner:
 
     def parts(self, order: Tensor, shape: BatchShape, cut: Cut) -> Iterator[BatchSlice]:
         """Yield this replica's parts of iterations (see :meth:`Leases.parts`)."""
-        return self._leases.parts(order, shape, cut)
+        normalises = self._context.pipeline.fewest_samples > 1  # a single value has no variance
+        return self._leases.parts(order, shape, cut, 2 if normalises else 1)
 
     def open(self, place: Place, num_samples: int, batch: int, data: str) -> bool:
         """Begin a loop, with the samples of a step and a description of the data that is equal on

@@ -354,6 +354,9 @@ class Ledger:
         for index, (number, size) in enumerate(sizes.items(), start=1):
             if there < wanted:  # the end of the epoch, in proportion
                 size = there * sum(list(sizes.values())[:index]) // wanted - given
+                if index < len(sizes) and 1 in (size, there - given - size):
+                    # Batch normalization needs two samples: none has one of them.
+                    size = 0 if size == 1 else size + 1
             given += size
             lease = self._take(size) if size else None
             if lease is not None:

@@ -356,6 +356,28 @@ def test_running_statistics_stay_with_their_replica_which_says_so_once() -> None
     assert int(first["1.num_batches_tracked"]) == SAMPLES // BATCH // 2
 
 
+def train_short() -> list[int]:
+    """Train with batch normalization on 18 samples, in batches of 8; return the steps' sizes."""
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = make_optimizer(model, "sgd")
+    options = pipollux.PushPull(sync_every=2, adapt_to_speed=False)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    inputs, targets = make_data()
+    sizes: list[int] = []
+    for x, y in pipollux.AdaptiveDataLoader(TensorDataset(inputs[:18], targets[:18]), batch_size=8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    return sizes
+
+
+def test_batch_normalization_gets_no_step_of_one_sample() -> None:
+    with servers(1) as running:
+        assert run_replicas(train_short, 2, environment=running.environment()) == [[7, 2], [7, 2]]
+
+
 def test_where_each_stage_has_a_process() -> None:
     options = {"sync_every": 4, "adapt_to_speed": False}
     with servers(2) as running:
