@@ -45,7 +45,7 @@ from pipollux_hybrid.pipeline.microbatch import (
 from pipollux_hybrid.pipeline.num_microbatches import FEWEST_NORMALISED, cut_sizes
 from pipollux_hybrid.pipeline.samples import BatchCheck, plain_batch
 from pipollux_hybrid.pipeline_model import PipelineModel
-from pipollux_hybrid.push_pull.learner import (
+from pipollux_hybrid.push_pull.component import (
     Learning,
     check_supported,
     learner_of,
@@ -201,7 +201,7 @@ class HybridParallel(PipelineModel):
             shards_optimizer=shard_optimizer and (wanted == 1 or ctx.mesh is not None),
         )
         interval = check_interval(check_replicas, ctx.env.check_replicas)
-        learner = make_learner(ctx, synchronization, module)
+        learner = make_learner(ctx, synchronization, module, optimizer, lr_scheduler)
         agreed = {**options, **vars(request), "example_inputs": example_inputs is not None}
         agreed |= {"check_replicas": interval, "reduce_dtype": reduce_dtype}
         agreed |= {"schedule": schedule, "chunks_per_stage": chunks_per_stage}

@@ -18,7 +18,7 @@ from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
-from pipollux_hybrid.push_pull.learner import learner_of
+from pipollux_hybrid.push_pull.component import learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -41,6 +41,9 @@ class EpochState(State):
         """Number of loops over data loaders that this epoch has completed."""
         self.loops_to_skip = 0
         """Number of these that were completed before the restart and are still to be skipped."""
+        self.trainings = 0
+        """Number of loops of the training in this epoch that are over on the servers of push and
+        pull: others may be of one replica alone, as an evaluation on replica 0."""
         self.entered = False
         """Whether the script is in a loop over epochs now."""
         self.began = False
@@ -75,7 +78,7 @@ class EpochState(State):
     def advance(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1
-        self.loops_done = self.loops_to_skip = 0
+        self.loops_done = self.loops_to_skip = self.trainings = 0
 
     def go_on_at(self, place: JobPlace) -> None:
         """Move forward to the position of the job that this replica is about to join."""
@@ -166,9 +169,10 @@ def remaining_epochs_until(num_epochs: int) -> Iterator[int]:
 def _catch_up(ctx: JobContext, state: EpochState) -> None:
     learner = learner_of(ctx)
     if learner is not None and learner.place is not None:
-        # The servers' place is the job's, whichever checkpoint this replica has.
-        state.epoch, state.loops_done = learner.place
-        state.loops_to_skip, learner.place = state.loops_done, None
+        # The servers' place is the job's, whichever checkpoint this replica has. They know which
+        # loops of the training are over, and evaluations run again.
+        state.epoch, learner.place = learner.place[0], None
+        state.loops_done = state.loops_to_skip = state.trainings = 0
     membership = elastic_membership(ctx)
     place = membership.job_place() if membership is not None and ctx.joins is not None else None
     if place is not None:

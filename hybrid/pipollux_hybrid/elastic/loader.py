@@ -11,8 +11,10 @@ import itertools
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -31,6 +33,8 @@ from .stream_check import StreamCheck, content_of
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 """Option of Linux's `prctl`: the signal that a process gets when the thread that forked it ends."""
+AT_EXIT = 10
+"""Priority of what multiprocessing runs at the end of a process before it ends children."""
 FIXED = {
     "batch_size": "call autoscale_batch_size to have it adapt, or make another loader",
     "drop_last": "every sample is taken exactly once an epoch",
@@ -151,6 +155,9 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
             self._batches: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **options)
         else:
             self._batches = DataLoader(source, batch_sampler=cast("Any", self._lists), **options)
+        if options.get("persistent_workers"):
+            ending = (weakref.ref(self._batches),)
+            Finalize(None, _end_workers, args=ending, exitpriority=AT_EXIT)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIXED and self.__dict__.get("_batches") is not None:
@@ -313,6 +320,15 @@ class WorkerStart:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if self._then is not None:
             self._then(worker_id)
+
+
+def _end_workers(reference: weakref.ref[DataLoader[Any]]) -> None:
+    """End the workers of a loader that still has some when the process ends: multiprocessing sends
+    them one SIGTERM, which they pass over, and waits for them.
+    """
+    batches = reference()
+    for worker in getattr(getattr(batches, "_iterator", None), "_workers", ()):
+        worker.kill()
 
 
 def _pass_over(number: int, _frame: FrameType | None) -> None:

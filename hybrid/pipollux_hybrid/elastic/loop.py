@@ -22,7 +22,8 @@ from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.pipeline.num_microbatches import initial_microbatches, possible_microbatches
-from pipollux_hybrid.push_pull.learner import Learner, learner_of
+from pipollux_hybrid.push_pull.component import learner_of
+from pipollux_hybrid.push_pull.learner import Learner
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 
@@ -166,7 +167,7 @@ class ElasticLoop(Generic[T]):
         """Iterate over this replica's atomic batches, from the position of the last attempt."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
-        if self._epochs.skip_loop() or self._is_over_for_joining() or self._is_over_on_servers():
+        if self._is_skipped() or self._is_over_for_joining() or self._is_over_on_servers():
             return
         self._random.restore_once()
         batch = ctx.batch
@@ -184,6 +185,7 @@ class ElasticLoop(Generic[T]):
                 self._membership.recovery.forget()
             self._state.rewind()
             self._epochs.loops_done += 1
+            self._epochs.trainings += self._learner is not None
             self._metrics.interrupt_steps()
             self._metrics.pause_progress()
         # The loop is recorded as done before the job may stop.
@@ -240,6 +242,11 @@ class ElasticLoop(Generic[T]):
     def _job_place(self) -> JobPlace:
         return JobPlace(self._epochs.epoch, self._epochs.loops_done)
 
+    def _is_skipped(self) -> bool:
+        skipped, learner = self._epochs.skip_loop(), learner_of(self._context)
+        self._epochs.trainings += skipped and learner is not None and learner.trains()
+        return skipped
+
     def _is_over_for_joining(self) -> bool:
         if self._membership is None:
             return False
@@ -262,7 +269,7 @@ class ElasticLoop(Generic[T]):
                 "positions of a map-style data set, which this is none; use an AdaptiveDataLoader "
                 "over one"
             )
-        place = (self._epochs.epoch, self._epochs.loops_done)
+        place = (self._epochs.epoch, self._epochs.trainings)
         if self._limits is not None and self._limits.max_batch_size > self._init_batch_size:
             raise ConfigurationError(
                 "autoscale_batch_size with synchronization=PushPull(…): a replica keeps its batch "
@@ -270,6 +277,7 @@ class ElasticLoop(Generic[T]):
             )
         if learner.open(place, self._epoch_size, self._shape().batch_size, self._description()):
             self._epochs.loops_done += 1
+            self._epochs.trainings += 1
             return True
         self._learner = learner
         return False

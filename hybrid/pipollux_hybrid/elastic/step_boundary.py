@@ -26,7 +26,7 @@ from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, current
 from pipollux_hybrid.job.control_plane import ControlMessage
 from pipollux_hybrid.job.stop_notice import tell_stop
-from pipollux_hybrid.push_pull.learner import learner_of
+from pipollux_hybrid.push_pull.component import learner_of
 from pipollux_hybrid.resize.elastic_membership import elastic_membership
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_protocol.exit_statuses import CHECKPOINT_LOST

@@ -49,8 +49,10 @@ def fragments_of(sizes: Mapping[int, int], count: int) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
-def check_layers(layers: Mapping[int, Sequence[tuple[str, nn.Parameter]]]) -> None:
-    """Refuse parameters that cannot be averaged."""
+def check_layers(
+    layers: Mapping[int, Sequence[tuple[str, nn.Parameter]]], compression: str | None
+) -> None:
+    """Refuse parameters that cannot be averaged or compressed."""
     for several in layers.values():
         for name, parameter in several:
             if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -58,6 +60,21 @@ def check_layers(layers: Mapping[int, Sequence[tuple[str, nn.Parameter]]]) -> No
                     f"parameter {name} is of {parameter.dtype}: push and pull average changes, "
                     "which only floating-point parameters have"
                 )
+            if parameter.is_complex() and compression is not None:
+                raise ConfigurationError(
+                    f"parameter {name} is complex, and compression={compression!r} is for real "
+                    "numbers: leave it out"
+                )
+
+
+def master_values(several: Sequence[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """Return copies of parameters on the CPU, in the servers' dtype."""
+    return [master_value(parameter) for _, parameter in several]
+
+
+def master_value(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter on the CPU, in the servers' dtype."""
+    return parameter.detach().to("cpu", master_dtype(parameter), copy=True)
 
 
 def master_dtype(parameter: Tensor) -> torch.dtype:

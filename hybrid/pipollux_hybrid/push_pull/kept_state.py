@@ -42,6 +42,11 @@ class KeptState:
         """Whether there is nothing to start from."""
         return self.folder is None or not any(self.folder.glob("layer-*.pt"))
 
+    def has_begun(self) -> bool:
+        """Return whether a training with all layers had begun when the ledger was saved."""
+        book = self.ledger()
+        return book is not None and book.place is not None
+
     def save(self, shard: Shard) -> None:
         """Write what has changed since the last call; a CheckpointError if that fails."""
         if self.folder is None:
@@ -67,7 +72,7 @@ class KeptState:
         try:
             return restored(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # torch.load has no narrower class for a damaged file
-            raise CheckpointError(f"{path}: {error}") from error
+            raise _damaged(path, error) from error
 
     def ledger(self) -> Ledger | None:
         """Return the saved ledger; None if there is none."""
@@ -78,7 +83,15 @@ class KeptState:
             content: Mapping[str, Any] = json.loads(path.read_bytes())
             return Ledger.of(content["ledger"]).restored()
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    # torch.load's own text is a page.
+    return CheckpointError(
+        f"{path} cannot be read ({type(error).__name__}): put back a copy of the servers' folder, "
+        "or start them with an empty one"
+    )
 
 
 def _replace(aside: Path, content: bytes | memoryview) -> None:

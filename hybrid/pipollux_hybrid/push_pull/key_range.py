@@ -186,6 +186,8 @@ class KeyRange:
             based = push.revisions[layer]
             if based > state.revision or based // GENERATION != state.revision // GENERATION:
                 raise RejectedError(PAST)
+            if push.place < state.place and push.intervals[layer]:
+                raise RejectedError(PAST)
             if push.member in state.pending:
                 raise ValueError(f"member {push.member} pushed layer {layer} twice without a pull")
             fresh.append(layer)
@@ -194,7 +196,8 @@ class KeyRange:
 
     def _accept(self, layer: int, push: Push, change: Sequence[Tensor]) -> None:
         state, member, weight = self.layers[layer], push.member, push.weights[layer]
-        if state.place != push.place:
+        # A layer that is beyond the loop, as its server had saved it later, keeps what it has.
+        if state.place < push.place:
             state.place, state.credits = push.place, IntervalSet()
         for start, stop in push.intervals[layer]:
             state.credits.add(start, stop)
@@ -271,6 +274,15 @@ class KeyRange:
         clock = state.clocks.get(member, 0)
         clocks = [state.clocks.get(x, 0) for x in self._active(state)]
         return clock - min(clocks, default=clock) <= self.max_staleness
+
+    def slowest(self, layers: Iterable[int]) -> set[int]:
+        """Return the members with the fewest rounds of layers, for which others wait."""
+        found: set[int] = set()
+        for state in map(self.layers.__getitem__, layers):
+            clocks = {member: state.clocks.get(member, 0) for member in self._active(state)}
+            least = min(clocks.values(), default=0)
+            found |= {member for member, clock in clocks.items() if clock == least}
+        return found
 
     def content(self) -> dict[str, Any]:
         """Return the state in dicts, lists, tensors and numbers."""

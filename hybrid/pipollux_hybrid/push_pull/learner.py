@@ -15,11 +15,8 @@ meanwhile, which is part of the next Δ: no sample's change is lost or sent twic
 
 from __future__ import annotations
 
-import json
-import socket
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,12 +31,14 @@ from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import AtServers
 from pipollux_perfmodel.timing.params import AUTO as AUTO_INTERVAL
 
+from .agreement import settings_of
 from .compression import ErrorFeedback
-from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_dtype
+from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes, master_value
+from .joining import Joining
 from .key_range import FENCED, PAST, Place
 from .leases import Cut, Leases, Span
 from .options import PushPull
-from .transport import ServerError, bytes_of, require_zmq
+from .transport import ServerError, require_zmq
 from .worker import Handle, KVWorker, Pulled
 
 if TYPE_CHECKING:
@@ -88,9 +87,18 @@ class Learner:
         ctx: The job's context, of this replica alone.
         options: The options.
         module: The whole model, before layers of other stages are removed.
+        optimizer: The inner optimizer, before a checkpoint is restored.
+        lr_scheduler: Its schedule, if there is one.
     """
 
-    def __init__(self, ctx: JobContext, options: PushPull, module: nn.Sequential) -> None:
+    def __init__(
+        self,
+        ctx: JobContext,
+        options: PushPull,
+        module: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> None:
         require_zmq()
         env = ctx.env
         if env.servers is None or env.token is None:
@@ -101,13 +109,14 @@ class Learner:
                 "replicas alike"
             )
         self.options, self._context = options, ctx
-        self._num_layers, self._sizes = len(module), layer_sizes(module)
-        self._frozen = _digest(module)
+        self._sizes = layer_sizes(module)
         timeout = ctx.control.timeout
         # A copy does not know pushes before their step, so it cannot tell how far others are.
         copies = options.max_staleness == 0 and options.quorum is None
         self._worker = KVWorker(env.servers, env.token, self._sizes, timeout, copies=copies)
         ctx.closers.append(self._close)
+        settings = settings_of(module, optimizer, lr_scheduler)
+        self._joining = Joining(ctx, options, module, settings, self._worker)
         self._module = module
         self.trained = False
         """Whether there was a backward in the iteration under way."""
@@ -161,76 +170,34 @@ class Learner:
             if (kept := [x for x in several if x[1].requires_grad])
         }
         self._still = [x for several in here.values() for x in several if not x[1].requires_grad]
-        check_layers(self._layers)
+        check_layers(self._layers, self.options.compression)
         if not self._layers:
             raise ConfigurationError("no parameter of this stage is trained: nothing to push")
         sizes = {key: self._sizes[key] for key in self._layers}
         groups = fragments_of(sizes, self.options.fragments)
         self._fragments = [Fragment(keys) for keys in groups]
         self._join()
-        if self.place is not None and self.place > (0, 0):
-            self._begin_late(self.place[0], optimizer, fresh=fresh)
+        self._joining.tell(self.place or (0, 0), optimizer, fresh=fresh)
         optimizer.register_step_pre_hook(self._leave_out)
         if self._context.heartbeat is not None:
             from .presence import Presence  # imports pydantic
 
-            self._presence = Presence(self._context, self._num_layers, self.place or (0, 0))
-
-    def _begin_late(self, epoch: int, optimizer: torch.optim.Optimizer, *, fresh: bool) -> None:
-        # Every scheduler leaves this mark.
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and fresh and epoch > 0:
-            raise ConfigurationError(
-                f"this replica joins in epoch {epoch}, and its learning-rate schedule "
-                "would begin anew: set PIPOLLUX_CHECKPOINT_DIR on all replicas, so that it "
-                "continues from theirs, and give HybridParallel(…) the lr_scheduler"
-            )
-        env = self._context.env
-        if env.stage > 0:
-            return
-        text = f"replica {env.replica} goes on in epoch {epoch} with the servers' parameters"
-        if fresh and any(
-            getattr(x, "running_mean", None) is not None for x in self._module.modules()
-        ):
-            text += (
-                ", and its running statistics of batch normalization begin anew: set "
-                "PIPOLLUX_CHECKPOINT_DIR on all replicas, so that they continue from theirs"
-            )
-        print(f"pipollux: {text}", file=sys.stderr, flush=True)
+            self._presence = Presence(self._context, self._joining.num_layers, self.place or (0, 0))
 
     def _join(self) -> None:
         """Become a member, and continue from the servers' parameters: those of the first replica,
         or of a run before.
         """
-        options = {**self.options.to_json_object(), "frozen": self._frozen}
-        options |= {"layers": self._num_layers}
         again = self._member > 0
-        self._worker.configure(options, again=again)
-        values = {key: [_master(x) for _, x in several] for key, several in self._layers.items()}
-        names = {key: [name for name, _ in several] for key, several in self._layers.items()}
-        self._worker.init(values, names, again=again)
-        mine = json.dumps([fragment.keys for fragment in self._fragments]).encode()
-        several = self._context.control.gather_bytes(mine)  # after which all layers exist
-        env = self._context.env
-        reply: dict[str, Any] = {"member": 0, "place": None}
-        if env.stage == 0:
-            header = {"op": "join", "replica": env.replica, "processes": env.processes_per_replica}
-            # A joining replica waits for nobody.
-            expected = 1 if env.joins else env.expected_replicas
-            header |= {"num_layers": self._num_layers, "expected": expected}
-            header |= {"node": env.node or socket.gethostname(), "former": self._member}
-            header["fragments"] = [keys for each in several for keys in json.loads(each)]
-            reply = self._worker.ask(header).wait().header
-            self._note_present(reply)
-        shared = f"{reply['member']} {reply['place'] or ''}".encode()
-        found = self._context.control.gather_bytes(shared)[0].decode()
-        number, _, reached = found.partition(" ")
-        self._member, self._lost, self._turn = int(number), False, 0
+        groups = [fragment.keys for fragment in self._fragments]
+        joined = self._joining.join(self._layers, groups, former=self._member)
+        if joined.present is not None:
+            self._note_present(joined.present)
+        self._member, self._lost, self._turn = joined.member, False, 0
         self._begins = True
-        if reached and not again:
-            there = reached.strip("[]()").split(",")
-            self.place = int(there[0]), int(there[1])
-        if env.stage == 0:
+        if joined.place is not None and not again:
+            self.place = joined.place
+        if self._context.env.stage == 0:
             self._worker.beat(self._member, self._note_loss)
         for fragment in self._fragments:
             fragment.number, fragment.spans, fragment.pull = 0, [], None
@@ -253,7 +220,8 @@ class Learner:
 
     def parts(self, order: Tensor, shape: BatchShape, cut: Cut) -> Iterator[BatchSlice]:
         """Yield this replica's parts of iterations (see :meth:`Leases.parts`)."""
-        return self._leases.parts(order, shape, cut)
+        normalises = self._context.pipeline.fewest_samples > 1  # a single value has no variance
+        return self._leases.parts(order, shape, cut, 2 if normalises else 1)
 
     def open(self, place: Place, num_samples: int, batch: int, data: str) -> bool:
         """Begin a loop, with the samples of a step and a description of the data that is equal on
@@ -302,20 +270,17 @@ class Learner:
         header = {"op": "answer", "member": self._member, "turn": self._turn, "idle": idle}
         header |= {"stage": self._context.env.stage, "batch": batch}
         header |= {"step_time": self._step_time, "sync_time": self._sync_time}
-        while True:
-            found = self._worker.ask(header).wait().header["answer"]
-            if found is None:
-                continue  # a long poll has ended
-            if found["status"] == "leased":
-                self._steps = found["steps"]
-                self._note_present(found)
-            if found["status"] != "none" and (idle or self._begins):
-                # Only now do others wait for this replica: until then they went on.
-                self._begins = False
-                self._pull_all()
-                self._align()
-                self._since = None  # this was no part of a step
-            return dict(found)
+        found: dict[str, Any] = self._worker.ask(header).wait().header["answer"]
+        if found["status"] == "leased":
+            self._steps = found["steps"]
+            self._note_present(found)
+        if found["status"] != "none" and (idle or self._begins):
+            # Only now do others wait for this replica: until then they went on.
+            self._begins = False
+            self._pull_all()
+            self._align()
+            self._since = None  # this was no part of a step
+        return found
 
     def _note_present(self, found: Mapping[str, Any]) -> None:
         """Note which replicas the job has, for its model and its scheduler."""
@@ -439,8 +404,13 @@ class Learner:
         scales: dict[str, list[float]] = {}
         for key in fragment.keys:
             for name, parameter in self._layers[key]:
-                sent = _master(parameter)
+                sent = master_value(parameter)
                 change = self._base[name] - sent
+                if not parameter.requires_grad and not change.any():
+                    raise ConfigurationError(
+                        f"parameter {name} was frozen after HybridParallel(…) was made, and the "
+                        "momentum of the servers would still move it: freeze it before that"
+                    )
                 fragment.sent[name] = sent
                 if self._feedback is not None:
                     quantized = self._feedback.compress(name, change)
@@ -492,7 +462,7 @@ class Learner:
         self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
         for key in fragment.keys:
             for (name, parameter), value in zip(self._layers[key], pulled.values[key], strict=True):
-                since = _master(parameter) - fragment.sent[name]
+                since = master_value(parameter) - fragment.sent[name]
                 self._adopt(name, parameter, value, since)
         self._note(pulled)
         fragment.pull, fragment.sent = None, {}
@@ -506,7 +476,7 @@ class Learner:
             parameter.copy_(value + since)
         # What rounding to the parameter's dtype leaves out is no change of the replica's.
         exact = parameter.dtype == value.dtype
-        self._base[name] = value if exact else _master(parameter) - since
+        self._base[name] = value if exact else master_value(parameter) - since
 
     def _pull_all(self) -> None:
         """Continue from the servers' parameters as they are."""
@@ -555,7 +525,7 @@ class Learner:
         """
         for several in self._layers.values():
             for name, parameter in several:
-                if not torch.equal(_master(parameter), self._base[name]):
+                if not _are_equal(master_value(parameter), self._base[name]):
                     raise ConfigurationError(
                         f"parameter {name} was changed outside of a training loop, and servers "
                         "hold its value: load a model's state before HybridParallel(…), and start "
@@ -618,10 +588,9 @@ class Learner:
         self._worker.close()
 
 
-def _master(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter on the CPU, in the servers' dtype."""
-    dtype = master_dtype(parameter)
-    return parameter.detach().to("cpu", dtype, copy=True)
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    # A training that has diverged has NaN, which nobody has changed.
+    return torch.equal(first, second) or torch.allclose(first, second, 0.0, 0.0, equal_nan=True)
 
 
 def _joined(spans: Sequence[Span], key: int) -> list[list[int]]:
@@ -639,66 +608,3 @@ def _joined(spans: Sequence[Span], key: int) -> list[list[int]]:
 
 def _smooth(mean: float, value: float, weight: float = SMOOTHING) -> float:
     return value if mean == 0.0 else mean + weight * (value - mean)
-
-
-def _digest(module: nn.Module) -> int:
-    """Return a checksum of the frozen parameters, which servers do not hold."""
-    total = 0
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            total = zlib.crc32(bytes_of(parameter), total)
-    return total
-
-
-class Learning:
-    """The learner of a job; it has none if gradients are averaged in every step."""
-
-    def __init__(self, ctx: JobContext) -> None:  # noqa: ARG002  # a component of the job's
-        self.learner: Learner | None = None
-
-
-def learner_of(ctx: JobContext) -> Learner | None:
-    """Return the learner of a job, once it has joined."""
-    return ctx.component(Learning).learner
-
-
-def make_learner(
-    ctx: JobContext, options: PushPull | None, module: nn.Sequential
-) -> Learner | None:
-    """Return the learner of a replica that pushes and pulls; None: it averages gradients.
-
-    Raises:
-        ConfigurationError: The options are none, or servers are given without them.
-    """
-    if options is None and ctx.env.servers is not None:
-        raise ConfigurationError(
-            "PIPOLLUX_SERVERS is set, and HybridParallel averages gradients in every step: give it "
-            "synchronization=pipollux.PushPull(…), or remove the variable, or servers from the job "
-            "file"
-        )
-    if options is not None and not isinstance(options, PushPull):
-        raise ConfigurationError(
-            f"synchronization={options!r}: pipollux.PushPull(…) is needed, or None for an "
-            "all-reduce in every step"
-        )
-    return None if options is None else Learner(ctx, options, module)
-
-
-def check_supported(*, shards: bool, compares: int, ties: bool) -> None:
-    """Refuse options of HybridParallel that need all replicas at the same step.
-
-    Raises:
-        ConfigurationError: Names the option.
-    """
-    refused = None
-    if shards:
-        refused = "shard_optimizer=True divides the optimizer's state among replicas"
-    elif compares:
-        refused = "check_replicas compares replicas after steps"
-    elif ties:
-        refused = "layers of several stages share parameters, whose gradients are summed over them"
-    if refused is not None:
-        raise ConfigurationError(
-            f"{refused}, but with synchronization=PushPull(…) replicas train on their own between "
-            "pushes: leave one of the two out"
-        )

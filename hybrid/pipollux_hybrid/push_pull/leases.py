@@ -36,13 +36,16 @@ class Leases:
         self._held: deque[Span] = deque()
         self._under_way: deque[Span] = deque()
 
-    def parts(self, order: Tensor, shape: BatchShape, cut: Cut) -> Iterator[BatchSlice]:
+    def parts(
+        self, order: Tensor, shape: BatchShape, cut: Cut, fewest: int = 1
+    ) -> Iterator[BatchSlice]:
         """Yield parts of iterations until no position is left for now.
 
         Args:
             order: The epoch's permutation, shape [num_samples].
             shape: Shape of a batch.
             cut: Divides an iteration.
+            fewest: Samples that an iteration should have at least, as for batch normalization.
         """
         self._held.extendleft(reversed(self._under_way))  # of a segment that ended early
         self._under_way.clear()
@@ -54,6 +57,9 @@ class Leases:
                 self.hold(answer)
             span = self._held.popleft()
             stop = min(span.start + shape.batch_size, span.stop)
+            lacking = fewest - (span.stop - stop)
+            if stop < span.stop and 0 < lacking <= stop - span.start - fewest:
+                stop -= lacking
             if stop < span.stop:
                 self._held.appendleft(span._replace(start=stop))
             self._under_way.append(span._replace(stop=stop))

@@ -37,6 +37,8 @@ NUMBERS = 1_000_000
 """Distance between the members' numbers of two generations, more than join in one."""
 REPLICA = 10**12
 """Distance between the members' numbers of two replicas, more than ever join."""
+UNKNOWN = -1
+"""Number of samples of a loop of which only the number was saved."""
 ANSWERS = 256
 """Answers that are kept for the other processes of a replica."""
 
@@ -97,6 +99,8 @@ class Ledger:
         self.sync_every, self.lockstep, self.adapts = sync_every, lockstep, adapts
         self.num_layers = 0
         self.members: dict[int, Member] = {}
+        self.settings: dict[str, Any] = {}
+        """What members have to have alike, as the first of them had it."""
         self.next_member = 1
         self.place: Place | None = None
         self.begun = False
@@ -104,6 +108,8 @@ class Ledger:
         self.num_samples = 0
         self.data = ""
         """Description of the loop's data."""
+        self.before: tuple[Place, int] | None = None
+        """The loop before and its samples; None: it is the first one of the servers."""
         self.done: dict[int, IntervalSet] = {}
         self.free: list[Lease] = []
 
@@ -135,8 +141,12 @@ class Ledger:
         """
         member = self._member(number)
         if self.place is None or (place > self.place and self.is_over()):
-            self.place, self.begun, self.num_samples = place, False, num_samples
-            self.data = data
+            if self.place is not None:
+                self.before = self.place, self.num_samples
+            self.place, self.begun = place, False
+            self.num_samples, self.data = num_samples, data
+        if place == self.place and self.num_samples == UNKNOWN:
+            self.num_samples, self.data = num_samples, data
         if place > self.place:
             raise ValueError(
                 f"replica {member.replica} begins loop {place[1]} of epoch {place[0]}, and loop "
@@ -155,6 +165,28 @@ class Ledger:
                 member.place, member.asked = place, set()
                 member.opened = set()
         return self.place
+
+    def earlier_place(self, reached: Mapping[int, tuple[Place, int]]) -> Place | None:
+        """Return the loop from which the training has to go on, as some layers were saved before
+        they had all of its samples, and the ledger later; None: there are no such layers.
+
+        Args:
+            reached: Of each layer, its loop and the number of samples that are credited in it.
+        """
+        if self.place is None or self.before is None:
+            return None
+        behind = [
+            place
+            for place, count in reached.values()
+            if place < self.place and (place, count) != self.before
+        ]
+        return min(behind, default=None)
+
+    def go_back(self, place: Place) -> None:
+        """Begin a loop again, with the members that will join."""
+        self.members, self.place, self.begun, self.before = {}, place, False, None
+        self.num_samples, self.data, self.free = UNKNOWN, "", []
+        self.done = {layer: IntervalSet() for layer in range(self.num_layers)}
 
     def may_begin(self, expected: int) -> bool:
         """Return whether enough members have reached the loop."""
@@ -221,6 +253,12 @@ class Ledger:
         if self.place is None or member.place is None or stage in member.opened:
             return False
         return member.place < self.place
+
+    def busy(self) -> set[int]:
+        """Return the members for which the beginning or the end of the loop waits."""
+        if not self.begun:
+            return {n for n, member in self.members.items() if member.place != self.place}
+        return {n for n, member in self.members.items() if not member.idle}
 
     def present(self) -> dict[str, Any]:
         """Return the ids of the members' replicas, and the number of their nodes."""
@@ -316,6 +354,9 @@ class Ledger:
         for index, (number, size) in enumerate(sizes.items(), start=1):
             if there < wanted:  # the end of the epoch, in proportion
                 size = there * sum(list(sizes.values())[:index]) // wanted - given
+                if index < len(sizes) and 1 in (size, there - given - size):
+                    # Batch normalization needs two samples: none has one of them.
+                    size = 0 if size == 1 else size + 1
             given += size
             lease = self._take(size) if size else None
             if lease is not None:
@@ -376,7 +417,9 @@ class Ledger:
             "num_samples": self.num_samples,
             "data": self.data,
             "place": self.place,
+            "before": self.before,
             "members": members,
+            "settings": self.settings,
             "done": done,
             "free": [_listed(x) for x in self.free],
         }
@@ -385,9 +428,12 @@ class Ledger:
     def of(cls, content: Mapping[str, Any]) -> Ledger:
         """Return the ledger of a :meth:`content`, also after a passage through JSON."""
         ledger = cls(content["sync_every"], lockstep=content["lockstep"], adapts=content["adapts"])
-        for name in ("num_layers", "next_member", "begun", "num_samples", "data"):
+        for name in ("num_layers", "next_member", "begun", "num_samples", "data", "settings"):
             setattr(ledger, name, content[name])
         ledger.place = _place(content["place"])
+        if content["before"] is not None:
+            place, count = content["before"]
+            ledger.before = (int(place[0]), int(place[1])), int(count)
         ledger.done = {int(layer): IntervalSet(spans) for layer, spans in content["done"].items()}
         ledger.free = [_lease(x) for x in content["free"]]
         for number, given in content["members"].items():
@@ -401,6 +447,11 @@ class Ledger:
             member.answers = {int(turn): found for turn, found in given["answers"].items()}
             ledger.members[int(number)] = member
         return ledger
+
+
+def replica_of(member: int) -> int:
+    """Return the id of a member's replica."""
+    return member // REPLICA
 
 
 def _listed(lease: Lease) -> list[Any]:

@@ -20,18 +20,19 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from pipollux_hybrid.errors import PipolluxError
 
-from pipollux_hybrid.errors import PeerLostError
-
+from .agreement import check_options, check_parameters, check_settings
 from .kept_state import KeptState
-from .key_range import FENCED, ROUND_OVER, LayerState, RejectedError
+from .key_range import FENCED, ROUND_OVER, RejectedError
+from .ledger import replica_of
+from .liveness import Liveness
+from .packing import packed, unpacked
 from .shard import Shard, layers_to_pull
 from .transport import (
     Connection,
@@ -47,9 +48,6 @@ LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
 LOST_AFTER = 15.0
 """Seconds without a heartbeat after which a replica is lost."""
-CUT_OFF = 2.0
-"""Seconds without a heartbeat after which a replica is lost whose connection is broken, as that of
-a process that was killed: one that still runs connects again."""
 LATE = 60.0
 """Seconds that a job's first loop waits for replicas that have not joined."""
 UNUSED = 3.0
@@ -63,17 +61,15 @@ MAY_STEP = frozenset({"push", "count", "fence"})
 """Operations after which an outer step may be due."""
 AMONG_ALL = frozenset({"admit", "count", "fence"})
 """Operations of the first server on all of them."""
-DIFFERENCES = {
-    "layers": "the model has another number of layers than that of other replicas, or of the last "
-    "run of the servers' job: all need the same model",
-    "frozen": "the frozen parameters differ from those of other replicas: load the same weights on "
-    "all of them, or set the same seed",
-}
-"""What is wrong where replicas differ in more than an option."""
 NO_STATE = "no copy of this range"
 WITHOUT_STATE = (
     "the servers were started again without their state: start them with --directory, and all "
     "replicas again, from their checkpoints"
+)
+
+WITHOUT_LAYERS = (
+    "the servers' folder has the state of a training, but not of layer {layers}: put back all of "
+    "its files, or start the servers with an empty one"
 )
 
 
@@ -112,12 +108,8 @@ class Server:
         self._version = 0
         """Counts changes that requests may wait for."""
         self._others: dict[int, Connection] = {}
-        self._seen: dict[int, float] = {}
-        """When each member was heard of last, on the first server."""
-        self._via: dict[int, str] = {}
-        """The connection of each member's last heartbeat."""
-        self._cut_off: dict[int, float] = {}
-        """Since when that is broken."""
+        self._liveness = Liveness(lost_after)
+        """Of the members, on the first server."""
         self._expected, self._first_join = 1, 0.0
         self.ready = asyncio.Event()
         self._last_use = False
@@ -130,7 +122,8 @@ class Server:
         context = zmq.asyncio.Context()
         authenticator = start_authenticator(context, self._token)
         port = int(self.addresses[self.index].rpartition(":")[2])
-        listener = Listener(context, host, port, self._token, self._handle, self._note_broken)
+        handlers = self._handle, self._liveness.broken
+        listener = Listener(context, host, port, self._token, *handlers)
         for index, address in enumerate(self.addresses):
             if index != self.index:
                 self._others[index] = Connection(context, f"server {index}", address, self._token)
@@ -163,7 +156,7 @@ class Server:
             await self._repeat_counts()
         saved = used = time.monotonic()
         while True:
-            await asyncio.sleep(min(1.0, self._lost_after / 5.0))
+            await self._pause(min(1.0, self._lost_after / 5.0))
             if not self._last_use or (self.shard is not None and self.shard.keys.counted):
                 used = time.monotonic()
             elif time.monotonic() - used >= UNUSED:
@@ -176,6 +169,12 @@ class Server:
                     self._save()
                 saved = time.monotonic()
 
+    async def _pause(self, seconds: float) -> None:
+        """Sleep; if this process was stopped or busy meanwhile, no replica was silent."""
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        self._liveness.forgive(time.monotonic() - began - seconds)
+
     async def _recover(self) -> None:
         """Take this server's range from the next server, if that has a copy."""
         if len(self.addresses) == 1:
@@ -186,8 +185,8 @@ class Server:
         if reply.header["content"] is not None:
             self.shard = Shard.of(unpacked(reply))
             if self.shard.ledger is not None:
-                now = time.monotonic()
-                self._seen = dict.fromkeys(self.shard.ledger.members, now)
+                for member in self.shard.ledger.members:
+                    self._liveness.hear(member)
             async with self._lock:  # a step may have been due when the server ended
                 await self._step(self.shard)
 
@@ -215,7 +214,7 @@ class Server:
                 return reply
             await asyncio.wait_for(self.ready.wait(), PATIENCE)
             return await self._serve(operation, message)
-        except (RejectedError, PeerLostError, ValueError) as error:
+        except (PipolluxError, ValueError) as error:
             return Message({"error": str(error)})
         except (KeyError, TypeError, IndexError) as error:
             what = f"{operation!r} ({type(error).__name__}: {error})"
@@ -287,7 +286,9 @@ class Server:
             return self._own.keys.settled(int(header["member"]), layers)
 
         found = await self._until(attempt)
-        return Message({"waits": True} if found is None else {"known": found})
+        if found is None:
+            return _waiting(self._own.keys.slowest(layers), int(header["member"]))
+        return Message({"known": found})
 
     async def _step(self, own: Shard) -> None:
         """Take the outer steps that are due, on the copy first."""
@@ -374,6 +375,7 @@ class Server:
             "configure": self._configure,
             "credits": self._credits,
             "rounds": self._rounds,
+            "reached": self._reached,
         }
         if operation not in handlers:
             raise ValueError(f"a server does not know {operation!r}: use one version everywhere")
@@ -398,15 +400,7 @@ class Server:
                 if book is not None:
                     self.shard.ledger = book.with_options_of(self.shard.book)
                 await self._send_copy()
-        ours = self._own.options
-        for name, value in options.items():
-            if ours[name] != value and name in DIFFERENCES:
-                raise ValueError(DIFFERENCES[name])
-            if ours[name] != value:
-                raise ValueError(
-                    f"PushPull({name}={value!r}), but the servers' job has {name}={ours[name]!r}: "
-                    "all replicas need the same options, and servers with others a new start"
-                )
+        check_options(self._own.options, options)
         return Message({})
 
     async def _init(self, message: Message) -> Message:
@@ -415,43 +409,29 @@ class Server:
         async with self._lock:
             missing = [key for key in keys if key not in self._own.keys.layers]
             kept = {key: state for key in missing if (state := self._kept.layer(key)) is not None}
-            self._check_parameters(message, {**self._own.keys.layers, **kept}, kept)
+            values = unflattened(message.header["counts"], message.tensors)
+            known = {**self._own.keys.layers, **kept}
+            check_parameters(message.header["names"], values, known, kept)
             self._own.keys.layers |= kept
-            if message.header["again"] and len(kept) < len(missing):
+            if len(kept) < len(missing):
                 # A server was killed during its first save. The replica has trained meanwhile.
-                raise ValueError(WITHOUT_STATE)
+                if message.header["again"]:
+                    raise ValueError(WITHOUT_STATE)
+                if self._kept.has_begun():
+                    layers = ", ".join(str(key) for key in missing if key not in kept)
+                    raise ValueError(WITHOUT_LAYERS.format(layers=layers))
             if kept:
                 await self._send_copy()
         return await self._apply(message)
-
-    def _check_parameters(
-        self, message: Message, known: Mapping[int, LayerState], kept: Collection[int]
-    ) -> None:
-        """Refuse a replica whose layers have other parameters than those that are known."""
-        for key, tensors in unflattened(message.header["counts"], message.tensors).items():
-            ours = described(message.header["names"][str(key)], tensors)
-            if key not in known:
-                continue
-            there = described(known[key].names, known[key].outer.values)
-            if ours == there:
-                continue
-            first = next(pair for pair in zip_longest(ours, there) if pair[0] != pair[1])
-            mine, other = (name or "nothing" for name in first)
-            if key in kept:
-                raise ValueError(
-                    f"layer {key} has {mine}, and the servers' folder has {other}: empty it, or go "
-                    "on with that model"
-                )
-            raise ValueError(
-                f"layer {key} has {mine}, and on other replicas {other}: all need the same model, "
-                "and another job servers of its own"
-            )
 
     async def _join(self, message: Message) -> Message:
         """Accept a replica; one that was started again takes the place of its former self."""
         replica, former = message.header["replica"], int(message.header["former"])
         async with self._ledger_lock:
+            await self._go_back_if_behind()
             members = self._own.book.members
+            if any(x.replica != replica for x in members.values()):
+                check_settings(replica, self._own.book.settings, message.header["settings"])
             for member in [number for number, x in members.items() if x.replica == replica]:
                 if former not in (0, member):
                     raise ValueError(
@@ -462,24 +442,34 @@ class Server:
                 await self._fence(member)
             reply = await self._apply(message)
             member = int(reply.header["member"])
-            self._seen[member] = time.monotonic()
+            self._liveness.hear(member)
             if len(self._own.book.members) == 1:
                 self._first_join = time.monotonic()
             self._expected = max(self._expected, int(message.header["expected"]))
             await self._tell({"op": "admit", "member": member})
         return reply
 
+    async def _go_back_if_behind(self) -> None:
+        """Go back to a loop that layers lack samples of, as their server was restored from files
+        that are older than the ledger.
+        """
+        book = self._own.book
+        found = await self._gather({"op": "reached"}, self._reached, "reached")
+        reached = {int(key): ((int(e), int(n)), int(count)) for key, (e, n, count) in found.items()}
+        place = book.earlier_place(reached)
+        if place is None:
+            return
+        _say(f"some layers were saved in loop {place[1]} of epoch {place[0]}: replicas go on there")
+        for member in list(book.members):
+            await self._fence(member)
+        await self._apply(Message({"op": "go_back", "place": place}))
+
     async def _beat(self, message: Message) -> Message:
         member = int(message.header["member"])
         if member not in self._own.book.members:
             raise RejectedError(FENCED)
-        self._seen[member], self._via[member] = time.monotonic(), message.header["via"]
-        self._cut_off.pop(member, None)
+        self._liveness.hear(member, message.header["via"])
         return Message({})
-
-    def _note_broken(self, via: str) -> None:
-        broken = [member for member, known in self._via.items() if known == via]
-        self._cut_off |= dict.fromkeys(broken, time.monotonic())
 
     async def _leave(self, message: Message) -> Message:
         await self._lose(int(message.header["member"]))
@@ -495,7 +485,7 @@ class Server:
 
     async def _answer(self, message: Message) -> Message:
         """Answer a request for positions, once they are there."""
-        self._seen[int(message.header["member"])] = time.monotonic()
+        self._liveness.hear(int(message.header["member"]))
 
         async def attempt() -> Any:
             async with self._ledger_lock:
@@ -506,7 +496,10 @@ class Server:
                     reply = await self._verify_end(message)
             return reply.header["answer"]
 
-        return Message({"answer": await self._until(attempt)})
+        found = await self._until(attempt)
+        if found is None:
+            return _waiting(self._own.book.busy(), int(message.header["member"]))
+        return Message({"answer": found})
 
     async def _pull(self, message: Message) -> Message:
         """Return layers' parameters, once the member's own push is included and the slowest member
@@ -526,8 +519,10 @@ class Server:
             return shard if all(near) else None
 
         found = await self._until(attempt)
-        if found is None or found is NO_STATE:
-            return Message({"waits": True} if found is None else {"none": True})
+        if found is NO_STATE:
+            return Message({"none": True})
+        if found is None:
+            return _waiting(self._own.keys.slowest(layers) if not copied else (), member)
         header, tensors = layers_to_pull(found, layers)
         return Message({**header, "waited": time.monotonic() - began}, tensors)
 
@@ -631,6 +626,11 @@ class Server:
         rounds = keys.rounds(keys.layers)
         return Message({"rounds": {str(key): number for key, number in rounds.items()}})
 
+    async def _reached(self, message: Message) -> Message:  # noqa: ARG002  # as the other handlers
+        layers = self._own.keys.layers.items()
+        found = {str(key): [*state.place, len(state.credits)] for key, state in layers}
+        return Message({"reached": found})
+
     async def _credits(self, message: Message) -> Message:
         epoch, loop = message.header["place"]
         found = self._own.keys.credits((int(epoch), int(loop)))
@@ -641,15 +641,8 @@ class Server:
     async def _lose_silent(self) -> None:
         if self.shard is None:
             return
-        now = time.monotonic()
-        for member in list(self.shard.book.members):
-            silent = now - self._seen.setdefault(member, now)
-            cut_off = now - self._cut_off.get(member, now)
-            if silent < self._lost_after and cut_off < CUT_OFF:
-                continue
-            replica = self.shard.book.members[member].replica
-            what = "connection" if cut_off >= CUT_OFF else "heartbeat"
-            _say(f"replica {replica} is lost: no {what} for {max(silent, cut_off):.0f} s")
+        for member, why in list(self._liveness.silent(self.shard.book.members)):
+            _say(f"replica {self.shard.book.members[member].replica} is lost: {why}")
             await self._lose(member)
 
     async def _lose(self, member: int) -> None:
@@ -665,9 +658,7 @@ class Server:
         found = {k: x for reply in replies for k, x in reply.header["credits"].items()}
         lost = {"op": "lose", "member": member, "credits": found}
         await self._recount(await self._apply(Message(lost)))
-        self._seen.pop(member, None)
-        self._via.pop(member, None)
-        self._cut_off.pop(member, None)
+        self._liveness.forget(member)
 
     def _save(self) -> None:
         if self.shard is None:
@@ -678,40 +669,9 @@ class Server:
             _say(f"the state is not saved: {error}; earlier files are untouched")
 
 
-def described(names: Iterable[str], tensors: Iterable[Tensor]) -> list[str]:
-    """Return parameters in words."""
-    return [
-        f"{name} of shape {list(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
-
-
-def packed(content: Mapping[str, Any]) -> Message:
-    """Return nested dicts, lists, tensors and numbers as a message."""
-    tensors: list[Tensor] = []
-
-    def flat(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value.clone())  # sent later, and changed in place
-            return {"tensor": len(tensors) - 1}
-        if isinstance(value, Mapping):
-            return {"items": [[key, flat(x)] for key, x in value.items()]}
-        return [flat(x) for x in value] if isinstance(value, (list, tuple)) else value
-
-    return Message({"content": flat(content)}, tensors)
-
-
-def unpacked(message: Message) -> Any:
-    """Return the content of a :func:`packed` message."""
-
-    def full(value: Any) -> Any:
-        if isinstance(value, dict) and "tensor" in value:
-            return message.tensors[value["tensor"]]
-        if isinstance(value, dict):
-            return {key: full(x) for key, x in value["items"]}
-        return [full(x) for x in value] if isinstance(value, list) else value
-
-    return full(message.header["content"])
+def _waiting(members: Iterable[int], member: int) -> Message:
+    """Return the answer to a request of a member that waits for others."""
+    return Message({"waits": sorted({replica_of(x) for x in members if x != member})})
 
 
 def _say(text: str) -> None:

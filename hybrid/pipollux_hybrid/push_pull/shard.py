@@ -122,6 +122,8 @@ class Shard:
     def _op_join(self, message: Message) -> Message:
         header = message.header
         given = header["replica"], header["processes"], header["num_layers"]
+        if not self.book.members:
+            self.book.settings = header["settings"]
         number = self.book.join(*given, header["node"], header["fragments"])
         return Message({"member": number, "place": self.book.place, **self.book.present()})
 
@@ -152,6 +154,10 @@ class Shard:
     def _op_lose(self, message: Message) -> Message:
         self.book.lose(message.header["member"], _credits(message))
         return Message({"count": self.book.recount()})
+
+    def _op_go_back(self, message: Message) -> Message:
+        self.book.go_back(_place(message.header["place"]))
+        return Message({})
 
     def _op_rebuild(self, message: Message) -> Message:
         self.book.rebuild(_credits(message))

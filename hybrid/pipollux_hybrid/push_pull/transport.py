@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -347,7 +348,12 @@ class Listener:
             request.header["via"] = frames[0].get("__fd")  # as monitors name connections
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # only a peer of another version sends this; it waits for its timeout
-        reply = await self._handle(request)
+        try:
+            reply = await self._handle(request)
+        except Exception as error:  # without an answer the peer would wait for its timeout
+            traceback.print_exc()
+            what = f"{request.header.get('op')!r} ({type(error).__name__}: {error})"
+            reply = Message({"error": f"a server has failed at {what}: see its output"})
         header = {**reply.header, "id": number}
         await self._socket.send_multipart(
             [peer, *frames_of(Message(header, reply.tensors))], copy=False

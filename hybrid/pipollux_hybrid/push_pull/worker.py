@@ -125,6 +125,8 @@ class KVWorker:
         self._owners = server_of(sizes, len(addresses))
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
+        self._waited_for: list[int] | None = None
+        """The replicas that the user was told of last."""
         self._beats: concurrent.futures.Future[None] | None = None
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._addresses, self._token = list(addresses), token
@@ -275,10 +277,27 @@ class KVWorker:
 
     async def _call(self, index: int, message: Message) -> Message:
         """Return a server's reply, repeating requests whose time has come to wait for others."""
+        began = time.monotonic()
         while True:
             reply = await self._noticing(index, message)
-            if not reply.header.get("waits"):
+            if "waits" not in reply.header:
                 return reply
+            if time.monotonic() - began >= NOTICE:
+                self._tell_waiting(reply.header["waits"])
+
+    def _tell_waiting(self, replicas: list[int]) -> None:
+        """Tell the user for which replicas this one waits, once until these are others."""
+        if replicas == self._waited_for:
+            return
+        self._waited_for = replicas
+        numbers = ", ".join(map(str, replicas))
+        which = f"replica{'s' if len(replicas) > 1 else ''} {numbers}" if replicas else "others"
+        print(
+            f"pipollux: waiting for {which} for {NOTICE:.0f} s, with a connection to the servers: "
+            "see whether it is slow, evaluates or hangs",
+            file=sys.stderr,
+            flush=True,
+        )
 
     async def _noticing(self, index: int, message: Message) -> Message:
         request = asyncio.ensure_future(self._servers[index].call(message, self._timeout))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from pipollux_hybrid import AdaptiveDataLoader, remaining_epochs_until
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
+from tests.programs import Command
+from tests.waiting import until
 
 SIZE = 40
 
@@ -122,3 +126,36 @@ def test_random_transforms_differ_between_epochs_and_not_between_runs() -> None:
     first = run()
     assert first == run()
     assert first[0] != first[1]
+
+
+KEEPING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import pipollux
+
+pipollux.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = pipollux.HybridParallel(model, optimizer)
+data = TensorDataset(torch.randn({samples}, 2))
+loader = pipollux.AdaptiveDataLoader(data, 4, num_workers=2, persistent_workers=True)
+for _ in pipollux.remaining_epochs_until(2):
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+        print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_script_with_persistent_workers_ends(stops: bool, tmp_path: Path) -> None:
+    """As multiprocessing waits for them, which pass over a first SIGTERM."""
+    script = tmp_path / "keeping.py"
+    script.write_text(KEEPING.format(samples=400_000 if stops else 16))
+    with Command([sys.executable, str(script)]) as program:
+        if stops:
+            until(lambda: "trained" in program.output, "it trains")
+            program.send_signal(signal.SIGTERM)
+        assert program.wait(120.0) == (143 if stops else 0)

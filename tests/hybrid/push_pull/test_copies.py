@@ -14,7 +14,8 @@ from torch import Tensor
 from pipollux_hybrid.push_pull import worker as worker_module
 from pipollux_hybrid.push_pull.key_range import KeyRange, Push
 from pipollux_hybrid.push_pull.options import OuterSGD, PushPull
-from pipollux_hybrid.push_pull.server import Server, packed
+from pipollux_hybrid.push_pull.packing import packed
+from pipollux_hybrid.push_pull.server import Server
 from pipollux_hybrid.push_pull.transport import Message, ServerError
 from pipollux_hybrid.push_pull.worker import KVWorker, is_here
 from tests.extent import examples
@@ -248,7 +249,7 @@ def test_a_replica_beside_a_copy_pulls_from_it_and_else_from_the_server(
             values = {key: [torch.full((2,), float(key))] for key in LAYERS}
             worker.init(values, {key: ["w"] for key in LAYERS})
             join = {"op": "join", "replica": 0, "processes": 1, "num_layers": 2, "former": 0}
-            join["fragments"] = [[0, 1]]
+            join |= {"fragments": [[0, 1]], "settings": {}}
             asked = worker.ask({**join, "expected": 1, "node": "a"}).wait()
             member = asked.header["member"]
             request = {"op": "pull", "member": member, "layers": {"0": 0}, "copy": True}

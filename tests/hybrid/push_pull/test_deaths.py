@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ LOST = ("--lost-after", "2")
 def train(environment: dict[str, str], options: dict[str, Any], folder: Path, stop: int) -> None:
     """Train a replica that writes each step to a file; with ``stop`` it pauses there."""
     os.environ.update(environment)
+    with (folder / f"said-{environment['PIPOLLUX_REPLICA']}").open("a", buffering=1) as file:
+        os.dup2(file.fileno(), 2)
     try:
         count_steps(environment["PIPOLLUX_REPLICA"], options, folder, stop)
     except pipollux.PipolluxError as error:
@@ -271,6 +274,46 @@ def test_a_frozen_replica_joins_again(tmp_path: Path) -> None:
         finally:
             job.close()
     assert values[0] == values[1]
+
+
+def test_a_server_that_was_frozen_has_lost_no_replica(tmp_path: Path) -> None:
+    """Heartbeats of that time are still to be read when it goes on."""
+    with servers(1, options=("--lost-after", "4")) as running:
+        job = Job(running, ALONE, tmp_path)
+        try:
+            job.start(0, 1, 7)
+            until(lambda: job.steps(0) == 7, "it has trained", PATIENCE)
+            os.kill(running.processes[0].pid, signal.SIGSTOP)
+            frozen = time.monotonic()
+            until(lambda: time.monotonic() - frozen > 5.5, "the time of a loss is over", PATIENCE)
+            os.kill(running.processes[0].pid, signal.SIGCONT)
+            until(job.servers_are_ready, "it goes on", PATIENCE)
+            assert not job.is_lost(1)
+            (tmp_path / "go").touch()
+            (values,) = job.end()
+        finally:
+            job.close()
+    assert job.steps(0) == SAMPLES / BATCH  # as it had not to join again
+    check([values], SAMPLES / BATCH)
+
+
+@pytest.mark.exhaustive
+def test_a_replica_that_waits_for_another_one_says_so(tmp_path: Path) -> None:
+    """Its heartbeats go on, so nobody but the user can know whether it hangs."""
+    with servers(1, options=LOST) as running:
+        job = Job(running, {**ALONE, "max_staleness": 0}, tmp_path)
+        try:
+            job.start(0, 2)
+            job.start(1, 2, 7)
+            until(lambda: job.steps(1) == 7, "it has trained", PATIENCE)
+            said = tmp_path / "said-0"
+            until(lambda: "waiting for replica 1 " in said.read_text(), "it says so", PATIENCE)
+            (tmp_path / "go").touch()
+            values = job.end()
+        finally:
+            job.close()
+    assert values[0] == values[1]
+    assert said.read_text().count("waiting for") == 1
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -36,7 +36,10 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
             model.requires_grad_(False)
         if kind == "thawed":
             model[0].requires_grad_(False)
-        synchronization: Any = pipollux.PushPull(sync_every=2)
+        if kind == "complex":
+            model = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64))
+        compression: Any = "int8" if kind == "complex" else None
+        synchronization: Any = pipollux.PushPull(sync_every=2, compression=compression)
         if kind in ("none", "wrong"):
             synchronization = None if kind == "none" else "push"
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,6 +54,8 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
             loader.autoscale_batch_size(4)
         if kind == "thawed":
             model[0].requires_grad_(True)
+        if kind == "frozen later":
+            model[0].requires_grad_(False)
         if kind == "evaluated":
             wrapped.eval()
         if kind == "plain loader":
@@ -81,6 +86,8 @@ def refusal(kind: str, options: dict[str, Any]) -> str:
         ("loaded", {}, "was changed outside of a training loop, and servers hold its value"),
         ("autoscaled", {}, "a replica keeps its batch size; set max_batch_size=2"),
         ("thawed", {}, "was frozen when HybridParallel(…) was made"),
+        ("frozen later", {}, "parameter 0.weight was frozen after HybridParallel(…) was made"),
+        ("complex", {}, "0.weight is complex, and compression='int8' is for real numbers"),
         ("plain loader", {}, "optimizer.step() outside of a loop over an AdaptiveDataLoader"),
         ("break", {}, "the training loop before was left by break"),
         ("evaluated", {}, "or in one that began after model.eval() or under torch.no_grad()"),
@@ -258,3 +265,35 @@ def differing(what: str) -> str:
     except pipollux.PipolluxError as error:
         return str(error)
     return "nothing was refused"
+
+
+def joining(folder: Path) -> str:
+    """Join, the second replica with another learning rate once the first one has; return why not.
+
+    A schedule has changed the rate of the first one by then.
+    """
+    pipollux.init_process_group("gloo")
+    joined, refused = folder / "joined", folder / "refused"
+    model = nn.Sequential(nn.Linear(2, 2))
+    rate = 1e-3
+    if pipollux.process_rank() > 0 or pipollux.replica_rank() > 0:
+        until(joined.exists, "the first replica has joined", 60.0)
+        rate = 1e-2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    try:
+        options = pipollux.PushPull(sync_every=2)
+        pipollux.HybridParallel(model, optimizer, synchronization=options)
+    except pipollux.PipolluxError as error:
+        refused.touch()
+        return str(error)
+    joined.touch()
+    until(refused.exists, "the second replica is refused", 60.0)
+    return ""
+
+
+def test_a_replica_with_another_learning_rate(tmp_path: Path) -> None:
+    with servers(1) as running:
+        first, second = run_replicas(joining, 2, tmp_path, environment=running.environment())
+    assert first == ""
+    assert "replica 1 differs from the replicas that train: lr of group 0 is 0.001 there" in second
+    assert "and 0.01 here: start all of them with the same script, arguments and seed" in second

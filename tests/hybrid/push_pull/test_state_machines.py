@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +16,9 @@ from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 
+from pipollux_hybrid.elastic.sampler import parts_of_iteration
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job.batch import BatchShape, BatchSlice
 from pipollux_hybrid.push_pull.compression import ErrorFeedback, quantize
 from pipollux_hybrid.push_pull.fragments import fragments_of, layer_parameters, layer_sizes
 from pipollux_hybrid.push_pull.intervals import IntervalSet
@@ -28,6 +31,7 @@ from pipollux_hybrid.push_pull.key_range import (
     layer_content,
     restored,
 )
+from pipollux_hybrid.push_pull.leases import Leases
 from pipollux_hybrid.push_pull.ledger import Ledger
 from pipollux_hybrid.push_pull.options import OuterSGD, PushPull
 from pipollux_hybrid.push_pull.outer_step import Change, OuterState, share_of
@@ -373,6 +377,40 @@ def test_stripes_do_not_depend_on_who_asks_first() -> None:
                 spans[replica].append(answer.get("span"))
         found.append(spans)
     assert found[0] == found[1] == {0: [[0, 6], [12, 16], None], 1: [[6, 12], [16, 20], None]}
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "fewest", "sizes"),
+    [
+        (18, 8, 2, [[9 - 2, 2], [9 - 2, 2]]),
+        (18, 8, 1, [[8, 1], [8, 1]]),
+        (3, 8, 2, [[], [3]]),
+        (3, 8, 2, [[], [3], []]),
+        (1, 8, 2, [[1], []]),
+        (9, 2, 2, [[2, 2], [2, 2, 1]]),
+    ],
+)
+def test_iterations_of_one_sample_are_none_if_it_can_be(
+    samples: int, batch: int, fewest: int, sizes: list[list[int]]
+) -> None:
+    """Batch normalization cannot train on them."""
+    ledger = Ledger(3, lockstep=True, adapts=False)
+    numbers = [ledger.join(replica, 1, 1) for replica in range(len(sizes))]
+    for number in numbers:
+        ledger.open(number, 0, (0, 0), samples, batch, "data")
+    ledger.begin({0: []})
+
+    def found(number: int) -> list[int]:
+        turns = itertools.count(1)
+        leases = Leases(lambda _: ledger.answer(number, next(turns), 0, idle=False) or {})
+
+        def cut(index: int, count: int, shape: BatchShape) -> Iterator[tuple[range, BatchSlice]]:
+            return parts_of_iteration(index, count, shape, 0, is_last=False)
+
+        parts = leases.parts(torch.arange(samples), BatchShape(batch, 1, 0), cut, fewest)
+        return [len(part.indices) for part in parts]
+
+    assert [found(number) for number in numbers] == sizes
 
 
 def test_a_member_in_a_loop_that_others_have_left_does_not_wait_for_the_next_one() -> None:

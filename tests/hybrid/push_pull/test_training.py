@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
 from typing import Any
 
@@ -263,6 +265,117 @@ def test_random_transforms_of_workers_differ_between_replicas() -> None:
         first, second = run_replicas(train_on_noise, 2, environment=running.environment())
     assert len(first) == len(second) == 8
     assert set(first).isdisjoint(second)
+
+
+def train_and_evaluate() -> tuple[list[list[int]], float]:
+    """Train two loops per epoch, after each of which replica 0 evaluates; return the samples of
+    each loop, and a parameter.
+    """
+    pipollux.init_process_group("gloo")
+    model = make_model()
+    optimizer = make_optimizer(model, "sgd")
+    options = pipollux.PushPull(sync_every=2, adapt_to_speed=False)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    data = TensorDataset(torch.arange(SAMPLES), *make_data())
+    loader = pipollux.AdaptiveDataLoader(data, batch_size=BATCH)
+    held_out = pipollux.AdaptiveDataLoader(TensorDataset(make_data()[0][:8]), batch_size=BATCH)
+    taken: list[list[int]] = []
+    for _ in range(2):  # without remaining_epochs_until: one epoch
+        wrapped.train()
+        taken.append([])
+        for indices, inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(wrapped(inputs), targets).backward()
+            optimizer.step()
+            taken[-1] += indices.tolist()
+        if pipollux.process_rank() == 0:
+            wrapped.eval()
+            for (inputs,) in held_out:
+                with torch.no_grad():
+                    wrapped(inputs)
+    return taken, float(model[3].weight.detach().sum())
+
+
+def test_an_evaluation_on_one_replica_alone_is_no_loop_of_the_others() -> None:
+    with servers(1) as running:
+        found = run_replicas(train_and_evaluate, 2, environment=running.environment())
+    (first, value), (second, other) = found
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours + theirs) == list(range(SAMPLES))
+        assert len(ours) == len(theirs)
+    assert value == other
+
+
+def train_to_nan() -> float:
+    """Train two epochs of a loss that is not finite, and return a parameter."""
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = pipollux.PushPull(sync_every=2)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    for _ in pipollux.remaining_epochs_until(2):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            (wrapped(inputs).mean() * math.nan).backward()
+            optimizer.step()
+    return float(model[0].weight.detach().sum())
+
+
+def test_a_training_that_has_diverged_is_not_one_whose_parameters_were_changed() -> None:
+    with servers(1) as running:
+        (found,) = run_replicas(train_to_nan, 1, environment=running.environment())
+    assert math.isnan(found)
+
+
+def train_normalized() -> tuple[dict[str, Tensor], str]:
+    """Train with batch normalization; return the state, and what was printed at construction."""
+    pipollux.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = make_optimizer(model, "sgd")
+    options = pipollux.PushPull(sync_every=3, adapt_to_speed=False)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    loader = pipollux.AdaptiveDataLoader(TensorDataset(*make_data()), batch_size=BATCH)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        optimizer.step()
+    return {name: x.detach().clone() for name, x in wrapped.state_dict().items()}, said.getvalue()
+
+
+def test_running_statistics_stay_with_their_replica_which_says_so_once() -> None:
+    with servers(1) as running:
+        found = run_replicas(train_normalized, 2, environment=running.environment())
+    (first, said), (second, nothing) = found
+    assert said.count("running statistics of batch normalization stay with their replica") == 1
+    assert nothing == ""
+    differing = {name for name, x in first.items() if not torch.equal(x, second[name])}
+    assert differing == {"1.running_mean", "1.running_var"}
+    assert int(first["1.num_batches_tracked"]) == SAMPLES // BATCH // 2
+
+
+def train_short() -> list[int]:
+    """Train with batch normalization on 18 samples, in batches of 8; return the steps' sizes."""
+    pipollux.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = make_optimizer(model, "sgd")
+    options = pipollux.PushPull(sync_every=2, adapt_to_speed=False)
+    wrapped = pipollux.HybridParallel(model, optimizer, synchronization=options)
+    inputs, targets = make_data()
+    sizes: list[int] = []
+    for x, y in pipollux.AdaptiveDataLoader(TensorDataset(inputs[:18], targets[:18]), batch_size=8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    return sizes
+
+
+def test_batch_normalization_gets_no_step_of_one_sample() -> None:
+    with servers(1) as running:
+        assert run_replicas(train_short, 2, environment=running.environment()) == [[7, 2], [7, 2]]
 
 
 def test_where_each_stage_has_a_process() -> None:

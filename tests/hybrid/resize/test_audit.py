@@ -100,7 +100,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
     ),
     "EpochState": (
-        "_is_large began entered epoch loops_done loops_to_skip name num_epochs",
+        "_is_large began entered epoch loops_done loops_to_skip name num_epochs trainings",
         "",
     ),
     "FolderArbiter": (
