@@ -127,6 +127,22 @@ def test_a_forecast_without_unknowns_is_what_the_simulation_does_next(policy: st
             assert job.start == pytest.approx((done[name].started,) * 3, abs=0.01)
 
 
+@pytest.mark.parametrize(("least", "after"), [(1, 0.0), (4, 600.0)])
+def test_a_job_starts_when_the_policy_takes_slots_for_it(least: int, after: float) -> None:
+    """All slots are taken: by a job that can shrink, or by one at its minimum, which must make way
+    as soon as the new job is behind: after ten minutes.
+    """
+    held: dict[str, Any] = {"age": NOW, "attained_service": 4 * NOW, "remaining_work": 1e6}
+    long = JobInfo({"slots": 1}, linear_speedup, 0.0, least, 4, **held)
+    first = ForecastJob("a", long, Allocation(["n"] * 4, long.all_shapes[0]))
+    nodes = {"n": NodeInfo({"slots": 4})}
+    new = waiting("b", NOW, remaining_work=100.0)
+    start = forecasts(first, new, nodes=nodes, policy="exact")["b"].start
+    assert start is not None
+    assert start.low == start.high
+    assert NOW + after <= start.median <= NOW + after + 60.0
+
+
 class Unmeasured(Steady):
     """The same, whose model knows nothing until the job trains."""
 
