@@ -1,12 +1,15 @@
 """Calibration and error of forecasts on Pollux's public workloads.
 
     python benchmarks/forecast/forecast.py ARTIFACT --results DIR [--workloads 1,2,3,6]
-        [--told exact,learned] [--every 20] [--nodes 16]
+        [--told exact,learned] [--every 20] [--nodes 16] [--policy exact]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces` and
 `workloads`. Each workload is simulated on nodes of 4 GPUs, as the scheduler decides. With every
 n-th arrival, all unfinished jobs are forecast from what a scheduler knows then; the simulation goes
 on, and says what happened. Results are kept in DIR, one file per workload. Prints Markdown.
+
+Under the policy `exact`, nearly every job starts at once, and forecasts of ends are measured; under
+`fifo`, jobs hold what they requested, others queue, and forecasts of starts are measured, too.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import numpy as np
 from pipollux_policies import JobInfo, family_of, make_policy
 from pipollux_simulator import (
     Effort,
+    Estimate,
     Experiment,
     ForecastJob,
     ForecastState,
@@ -41,11 +45,12 @@ from pipollux_simulator import (
 from pipollux_simulator.forecasting.draws import quantile
 from pipollux_simulator.forecasting.errors import ERROR, score
 from pipollux_simulator.forecasting.forecast import estimate, sample_times, summarize
-from pipollux_simulator.forecasting.observed import ObservedCluster
+from pipollux_simulator.forecasting.observed import ARRIVAL_SECONDS, ObservedCluster
 from pipollux_simulator.forecasting.sample import Times
 
 WORKLOADS = (1, 2, 3, 6)
 EARLIER = 101
+POLICY = "exact"
 NUM_NODES = 16
 """Of the public experiments, and of those that workloads are drawn for."""
 DRAWN = 100
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--told", default=",".join(TOLD))
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=NUM_NODES)
+    parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--error", type=float, default=ERROR)
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
@@ -93,7 +99,7 @@ def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
     """Return the forecasts of one workload beside what happened, simulated or found."""
     target = _file(options, told, number)
     if not target.exists():
-        rows = simulate(options.artifact, told, number, options.every, options.nodes)
+        rows = simulate(options, told, number)
         beside = target.with_suffix(".part")
         beside.write_text(json.dumps(rows))
         beside.replace(target)
@@ -103,15 +109,15 @@ def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
 
 def _file(options: argparse.Namespace, told: str, number: int) -> Path:
     nodes = "" if options.nodes == NUM_NODES else f"-nodes-{options.nodes}"
-    return Path(options.results) / f"{told}-{number}-every-{options.every}{nodes}.json"
+    policy = "" if options.policy == POLICY else f"-{options.policy}"
+    return Path(options.results) / f"{told}-{number}-every-{options.every}{nodes}{policy}.json"
 
 
-def simulate(
-    artifact: Path, told: str, number: int, every: int, num_nodes: int
-) -> list[dict[str, Any]]:
+def simulate(options: argparse.Namespace, told: str, number: int) -> list[dict[str, Any]]:
     """Simulate a workload, with forecasts at every n-th arrival."""
+    artifact, every = options.artifact, options.every
     jobs = workload(artifact, number)
-    nodes = make_nodes({"": (num_nodes, 4)})
+    nodes = make_nodes({"": (options.nodes, 4)})
     settings = Options(
         known_length=KnownLength.parse(told), decides_at="changes", inherit_models=True
     )
@@ -122,9 +128,10 @@ def simulate(
 
     def observe(cluster: ObservedCluster) -> None:
         if moments.is_due(cluster.now):
-            rows.extend(forecasts(cluster.state()))
+            starts = [job.started for job in cluster.known_jobs() if job.started is not None]
+            rows.extend(forecasts(cluster.state(), options.policy, starts))
 
-    policy = make_policy("exact")
+    policy = make_policy(options.policy)
     cluster = ObservedCluster(jobs, applications, nodes, policy, settings, observe=observe)
     done = {job.name: job for job in cluster.run().jobs}
     for row in rows:
@@ -155,11 +162,12 @@ class Moments:
         return due
 
 
-def forecasts(state: ForecastState) -> list[dict[str, Any]]:
-    """Return the raw forecasts of all jobs of a state."""
+def forecasts(state: ForecastState, policy: str, starts: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the raw forecasts of all jobs of a state; `starts`: of jobs up to now."""
     began = time.process_time()
-    samples = sample_times(state, lambda: make_policy("exact"), seed=0, effort=Effort())
+    samples = sample_times(state, lambda: make_policy(policy), seed=0, effort=Effort())
     seconds = time.process_time() - began
+    queue = [job.name for job in state.jobs if job.is_new]
     return [
         {
             "job": job.name,
@@ -167,6 +175,9 @@ def forecasts(state: ForecastState) -> list[dict[str, Any]]:
             "times": [sample[job.name] for sample in samples],
             "is_new": job.is_new,
             "naive": naive(job, state),
+            "naive_start": naive_start(queue.index(job.name), starts, state.now)
+            if job.is_new
+            else None,
             "cpu_seconds": seconds,
             "num_jobs": len(state.jobs),
         }
@@ -185,6 +196,16 @@ def naive(job: ForecastJob, state: ForecastState) -> float:
     return state.now + job.starts_in + work / max(job.allocation.speedup, 1e-9)
 
 
+def naive_start(place: int, starts: Sequence[float], now: float) -> float:
+    """Return when a job starts if jobs go on to start at the rate of the last hour.
+
+    `place`: number of jobs before it in the queue. Infinite: none has started in that time.
+    """
+    since = max(now - ARRIVAL_SECONDS, 0.0)
+    rate = sum(moment > since for moment in starts) / (now - since)
+    return now + (place + 1) / rate if rate else math.inf
+
+
 def table(
     found: Mapping[tuple[str, int], Sequence[Row]],
     tolds: Sequence[str],
@@ -193,8 +214,9 @@ def table(
 ) -> str:
     """Return coverage and errors, per workload and over all."""
     head = (
-        *("job lengths", "workload", "forecasts", "ends covered", "starts covered", "width"),
-        *("median error", "uncorrected", "training jobs", "their median error", "naive"),
+        *("job lengths", "workload", "forecasts", "ends covered", "width", "median error"),
+        *("uncorrected", "training jobs", "their median error", "naive"),
+        *("starts", "covered", "width", "median error", "naive"),
     )
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for told in tolds:
@@ -209,24 +231,46 @@ def table(
 
 
 def _cells(rows: Sequence[Row], past: Sequence[PastError], error: float) -> list[str]:
-    ends, starts, widths, errors, plain, ours, naives = [], [], [], [], [], [], []
+    ends, widths, errors, plain, ours, naives = [], [], [], [], [], []
+    begun: list[tuple[bool, float, float, float]] = []
     for row in rows:
         found = forecast_of(row, [*past, *errors_before(row, rows, error)], error)
-        left = row["completed"] - row["now"]
-        ends.append(found.end.low - SLACK <= row["completed"] <= found.end.high + SLACK)
-        if found.start is not None:
-            starts.append(found.start.low - SLACK <= row["started"] <= found.start.high + SLACK)
-        widths.append((found.end.high - found.end.low) / left)
-        errors.append(abs(found.end.median - row["completed"]) / left)
-        plain.append(abs(found.uncorrected_end.median - row["completed"]) / left)
+        now, completed = row["now"], row["completed"]
+        ends.append(_covers(found.end, completed))
+        widths.append(_width(found.end, now, completed))
+        errors.append(_error(found.end.median, now, completed))
+        plain.append(_error(found.uncorrected_end.median, now, completed))
         if math.isfinite(row["naive"]):
             ours.append(errors[-1])
-            naives.append(abs(row["naive"] - row["completed"]) / left)
+            naives.append(_error(row["naive"], now, completed))
+        if found.start is not None:
+            started = row["started"]
+            begun.append(
+                (
+                    _covers(found.start, started),
+                    _width(found.start, now, started),
+                    _error(found.start.median, now, started),
+                    _error(row["naive_start"], now, started),
+                )
+            )
+    covered, *figures = zip(*begun, strict=True) if begun else ((), (), (), ())
     return [
-        *(str(len(rows)), _percent(ends), f"{_percent(starts)} of {len(starts)}"),
-        *(_median(widths), _median(errors), _median(plain)),
+        *(str(len(rows)), _percent(ends), _median(widths), _median(errors), _median(plain)),
         *(str(len(ours)), _median(ours), _median(naives)),
+        *(str(len(begun)), _percent(covered), *map(_median, figures)),
     ]
+
+
+def _covers(found: Estimate, actual: float) -> bool:
+    return found.low - SLACK <= actual <= found.high + SLACK
+
+
+def _width(found: Estimate, now: float, actual: float) -> float:
+    return (found.high - found.low) / (actual - now)
+
+
+def _error(median: float, now: float, actual: float) -> float:
+    return abs(median - actual) / (actual - now)
 
 
 def forecast_of(row: Row, past: Sequence[PastError], error: float) -> JobForecast:

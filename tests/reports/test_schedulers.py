@@ -22,6 +22,7 @@ from pipollux_sched.spec.cluster import load_cluster
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.store import StateDir, Store, TrialState
 from pipollux_sched.views.cluster import list_nodes
+from pipollux_sched.views.forecasts import list_forecasts
 from pipollux_sched.views.jobs import job_details
 from pipollux_sched.views.sweeps import sweep_details
 from tests.cli.conftest import cli
@@ -149,6 +150,24 @@ def test_a_pending_job_shows_when_it_starts(told: tuple[Store, Callable[..., str
     assert start["low"] < start["median"] < start["high"]
     assert "Starts between" in said("describe", "second")
     assert "Waits for" in said("explain", "second")
+
+
+def test_every_view_says_when_jobs_end(told: tuple[Store, Callable[..., str]]) -> None:
+    """kubernetes-sigs/kueue 13854: when will it start, when will it end? Asked of all jobs."""
+    store, said = told
+    store.forecasts.keep(Forecaster(store).make())
+    by_job = {one.job: one for one in list_forecasts(store).jobs}
+    listed = {one["name"]: one["forecast"] for one in json.loads(said("jobs", "-o", "json"))}
+    planned = {one["job"]: one["forecast"] for one in json.loads(said("plan", "-o", "json"))}
+    for job in ("first", "second"):
+        end = by_job[job].end
+        assert None not in (end.low, end.median, end.high)
+        assert end.low < end.median < end.high
+        assert listed[job]["end"] == planned[job]["end"] == dict(end)
+        assert "Ends between" in said("describe", job)
+        assert "Ends: between" in said("explain", job)
+    assert by_job["first"].end.median < by_job["second"].end.median
+    assert (listed["first"]["start"], listed["second"]["start"] is None) == (None, False)
 
 
 def test_progress_and_the_remaining_time_are_in_the_status(

@@ -28,7 +28,7 @@ from pipollux_simulator import (
 )
 from pipollux_simulator.applications.trace_model import linear_speedup
 from pipollux_simulator.forecasting.errors import corrected, score
-from pipollux_simulator.forecasting.observed import ObservedCluster
+from pipollux_simulator.forecasting.observed import MOST_KINDS, ObservedCluster
 from tests.simulator.simulator_cases import Steady
 
 NOW = 1000.0
@@ -125,6 +125,56 @@ def test_a_forecast_without_unknowns_is_what_the_simulation_does_next(policy: st
         assert job.end == pytest.approx((done[name].completed,) * 3, abs=0.01)
         if job.start is not None:
             assert job.start == pytest.approx((done[name].started,) * 3, abs=0.01)
+
+
+@pytest.mark.parametrize(("least", "after"), [(1, 0.0), (4, 600.0)])
+def test_a_job_starts_when_the_policy_takes_slots_for_it(least: int, after: float) -> None:
+    """All slots are taken: by a job that can shrink, or by one at its minimum, which must make way
+    as soon as the new job is behind: after ten minutes.
+    """
+    held: dict[str, Any] = {"age": NOW, "attained_service": 4 * NOW, "remaining_work": 1e6}
+    long = JobInfo({"slots": 1}, linear_speedup, 0.0, least, 4, **held)
+    first = ForecastJob("a", long, Allocation(["n"] * 4, long.all_shapes[0]))
+    nodes = {"n": NodeInfo({"slots": 4})}
+    new = waiting("b", NOW, remaining_work=100.0)
+    start = forecasts(first, new, nodes=nodes, policy="exact")["b"].start
+    assert start is not None
+    assert start.low == start.high
+    assert NOW + after <= start.median <= NOW + after + 60.0
+
+
+class Unmeasured(Steady):
+    """The same, whose model knows nothing until the job trains."""
+
+    def __init__(self) -> None:
+        self.speed = 0.0
+
+    def new_model(self, batch_size: int | None = None) -> Unmeasured:  # noqa: ARG002  # the protocol's
+        return Unmeasured()
+
+    def observe(self, *_: Any) -> None:
+        self.speed = 10.0
+
+    def base_goodput(self) -> float:
+        return self.speed
+
+
+def test_a_long_queue_does_not_push_out_the_jobs_that_have_trained() -> None:
+    """The observed cluster knows their lengths; without any, no start in the queue is known."""
+    rows = [JobArrival("first", 0.0, "steady", 1, 10)]
+    rows += [JobArrival(f"job-{i}", 5.0, "steady", 1, 10) for i in range(MOST_KINDS + 10)]
+    states: list[ForecastState] = []
+    options = Options(restart_seconds=5.0, decides_at="changes")
+
+    def observe(cluster: ObservedCluster) -> None:
+        if cluster.now >= 60.0 and not states:
+            states.append(cluster.state())
+
+    args = rows, {"steady": Unmeasured()}, ONE_GPU, make_policy("fifo", seed=0), options
+    ObservedCluster(*args, observe=observe).run()
+    [state] = states
+    assert sum(job.is_new for job in state.jobs) == MOST_KINDS + 10
+    assert len(state.kinds) == 1
 
 
 def test_unknown_lengths_spread_over_their_distribution() -> None:

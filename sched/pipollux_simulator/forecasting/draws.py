@@ -62,17 +62,24 @@ class Draws:
         return [self._job(job, sample) for job in self._state.jobs]
 
     def planned(self, sample: int) -> dict[str, list[SampledJob]]:
-        """Return the trials to come in a sample, by sweep."""
+        """Return the trials to come in a sample, by sweep; they share all but name and work."""
         found: dict[str, list[SampledJob]] = {}
         for sweep in self._state.sweeps:
-            places = self._planned[sweep.name]
+            job, places = sweep.trial, self._planned[sweep.name]
+            kind = self._kind(float(places[_KIND][sample]))
+            truth = self._truth(job, kind)
+            arrives = min(job.info.created, self._state.now)
             found[sweep.name] = [
-                self._sampled(
-                    replace(sweep.trial, name=f"{sweep.name} trial {number}"),
-                    float(places[_LENGTH][number, sample]),
-                    float(places[_KIND][number, sample]),
+                SampledJob(
+                    f"{sweep.name} trial {number}",
+                    job.info,
+                    truth,
+                    self._work(job.info, length, kind),
+                    job.is_measured,
+                    job.inherits,
+                    arrives,
                 )
-                for number in range(sweep.num_planned)
+                for number, length in enumerate(places[_LENGTH][:, sample].tolist())
             ]
         return found
 
@@ -109,39 +116,39 @@ class Draws:
         return found
 
     def _strata_of_planned(self, sweep: ForecastSweep) -> dict[int, np.ndarray]:
-        """Return the draws of all trials to come, as rows.
+        """Return the draws of all trials to come, lengths as rows; all are of one kind.
 
-        They are alike as long as nothing is known about the lengths of any: it is the length of the
-        script that is not known then, which all trials run.
+        Lengths are alike as long as nothing is known about the lengths of any: it is the length of
+        the script that is not known then, which all trials run.
         """
         shape, known = (sweep.num_planned, self._samples), sweep.trial.info.likely_work
-        found = {}
-        for purpose in (_LENGTH, _KIND):
-            if not known or purpose == _KIND:
-                found[purpose] = np.tile(self._strata(sweep.name)[purpose], (sweep.num_planned, 1))
-                continue
+        strata = self._strata(sweep.name)
+        if known:
             rng = np.random.default_rng([self._seed, zlib.crc32(sweep.name.encode()), _PLANNED])
-            places = rng.random(shape).argsort(axis=1) + rng.random(shape)
-            found[purpose] = places / self._samples
-        return found
+            lengths = (rng.random(shape).argsort(axis=1) + rng.random(shape)) / self._samples
+        else:
+            lengths = np.tile(strata[_LENGTH], (sweep.num_planned, 1))
+        return {_LENGTH: lengths, _KIND: np.array(strata[_KIND])}
 
     def _job(self, job: ForecastJob, sample: int) -> SampledJob:
         length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
-        return self._sampled(job, length, which)
+        kind = self._kind(which)
+        work, truth = self._work(job.info, length, kind), self._truth(job, kind)
+        arrives = min(job.info.created, self._state.now)
+        return SampledJob(job.name, job.info, truth, work, job.is_measured, job.inherits, arrives)
 
-    def _sampled(self, job: ForecastJob, length: float, which: float) -> SampledJob:
-        kind = self._kinds[int(which * len(self._kinds))] if self._kinds else None
-        info = job.info
+    def _kind(self, which: float) -> JobKind | None:
+        return self._kinds[int(which * len(self._kinds))] if self._kinds else None
+
+    def _work(self, info: JobInfo, length: float, kind: JobKind | None) -> float:
         if info.likely_work:
-            work = quantile(info.likely_work, length)
-        else:
-            work = self._unknown_work(info, length, kind)
-        truth = info
-        if kind is not None and not job.is_measured:
-            truth = replace(info, speedup_fn=kind.info.speedup_fn)
-        arrives = min(info.created, self._state.now)
-        known = job.is_measured, job.inherits
-        return SampledJob(job.name, info, truth, work, *known, arrives)
+            return quantile(info.likely_work, length)
+        return self._unknown_work(info, length, kind)
+
+    def _truth(self, job: ForecastJob, kind: JobKind | None) -> JobInfo:
+        if kind is None or job.is_measured:
+            return job.info
+        return replace(job.info, speedup_fn=kind.info.speedup_fn)
 
     def _unknown_work(self, info: JobInfo, place: float, kind: JobKind | None) -> float:
         """Return remaining work as of another job; without any, by how long it has trained.

@@ -66,8 +66,10 @@ class ObservedCluster(Cluster):
         )
 
     def _kinds(self) -> tuple[JobKind, ...]:
-        known = sorted(self.known_jobs(), key=lambda job: job.arrival.time)[-MOST_KINDS:]
-        return tuple(self._kind(job) for job in known if job.model.base_goodput() > 0)
+        # Of a long queue, nothing is known: it must not push out the jobs that have trained.
+        measured = [job for job in self.known_jobs() if job.model.base_goodput() > 0]
+        measured.sort(key=lambda job: job.arrival.time)
+        return tuple(self._kind(job) for job in measured[-MOST_KINDS:])
 
     def _kind(self, job: SimulatedJob) -> JobKind:
         present = self._info(job, None)

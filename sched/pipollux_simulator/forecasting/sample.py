@@ -66,16 +66,23 @@ class Effort:
 
 
 class SampledApplication:
-    """The training of a job in a sample, in units of its work; an `Application`."""
+    """The training of a job in a sample, in units of its work; an `Application`.
+
+    Args:
+        job: that is trained.
+        speeds: known step times, which jobs with the same true speedups share.
+    """
 
     init_batch_size = 1
     max_batch_size = 1
     max_epochs = 1
 
-    def __init__(self, job: SampledJob) -> None:
+    def __init__(
+        self, job: SampledJob, speeds: dict[RunningJob, TrueStepTimes] | None = None
+    ) -> None:
         self.name = job.name
         self.job = job
-        self._speeds: dict[RunningJob, TrueStepTimes] = {}
+        self._speeds = {} if speeds is None else speeds
         self._work = min(job.work, _ENDLESS)
 
     def step_times(self, running: RunningJob) -> TrueStepTimes:
@@ -351,9 +358,12 @@ def run_sample(
     ends = _never(state)
     if not (begun or at_once):  # all wait for jobs that never end
         return ends
+    speeds: dict[int, dict[RunningJob, TrueStepTimes]] = {id(j.truth): {} for j in sampled.values()}
     cluster = SampledCluster(
         workload=[*at_once, *(_arrival(job, job.arrives - origin) for job in arrivals)],
-        applications={job.name: SampledApplication(job) for job in sampled.values()},
+        applications={
+            job.name: SampledApplication(job, speeds[id(job.truth)]) for job in sampled.values()
+        },
         nodes=dict(state.nodes),
         policy=policy,
         options=Options(interval=state.interval, decides_at="changes"),
