@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .recorder import own_attributes
+
 IGNORED = frozenset(
     (
-        *("training", "use_cache", "return_dict", "gradient_checkpointing", "dtype"),
-        *("transformers_version", "architectures", "id2label", "label2id"),
-        "warnings_issued",
+        *("use_cache", "return_dict", "gradient_checkpointing", "dtype", "generation_config"),
+        *("transformers_version", "architectures", "id2label", "label2id", "warnings_issued"),
+        *("_compiled_call", "_compiled_call_impl", "_last_compile_config"),
+        "_adapters_disabled",  # PEFT's note of what the adapters in blocks do
     )
 )
-"""Settings without effect on recorded layers; ``save_pretrained`` sets some."""
-PLAIN = (bool, int, float, str, type(None))
+"""Settings without effect on recorded layers; ``save_pretrained`` and ``generate`` set some."""
+PLAIN = (bool, int, float, str, type(None), np.generic, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, set, frozenset, dict)
 MISSING = object()
 
@@ -92,6 +98,11 @@ class SettingsWatch:
                     "into layers, which would not follow: change the model before"
                 )
 
+    def has_attribute(self, name: str) -> bool:
+        """Return whether the model has an attribute, if the script still holds it."""
+        model = self._opened[""]() if "" in self._opened else None
+        return model is not None and hasattr(model, name)
+
     def set_mode(self, training: bool) -> None:
         """Set the mode of the opened modules, which are in no layer."""
         for reference in self._opened.values():
@@ -105,11 +116,12 @@ class _Part:
 
     def __init__(self, module: nn.Module, owner: Any) -> None:
         self._module = weakref.ref(module)
-        self._owner = weakref.ref(owner)
+        self._owner = _reference(owner)
         self._names = frozenset(vars(owner))
-        watched = {name: x for name, x in vars(owner).items() if _is_watched(name, x)}
+        own = _own(owner).items()
+        watched = {name: x for name, x in own if _is_watched(name, x)}
         self._members = members_of(owner)
-        self._same = {**watched, **{name: x for name, x in vars(owner).items() if _is_config(x)}}
+        self._same = {**watched, **{name: x for name, x in own if _has_settings(name, x)}}
         self._contents = [
             (x, copy.deepcopy(x)) for x in watched.values() if isinstance(x, CONTAINERS)
         ]
@@ -134,7 +146,8 @@ def _parts(modules: Any) -> Iterator[_Part]:
     known = set()
     for module in modules:
         yield _Part(module, module)
-        for config in configs_of(module):
+        objects = (x for name, x in _own(module).items() if _has_settings(name, x))
+        for config in (*configs_of(module), *objects):
             if id(config) not in known:
                 known.add(id(config))
                 yield _Part(module, config)
@@ -153,10 +166,10 @@ def configs_of(owner: Any) -> Iterator[Any]:
 
 
 class _Member:
-    """A module or parameter, equal to itself only, and not kept alive."""
+    """A module, tensor or function, equal to itself only, and not kept alive."""
 
     def __init__(self, value: Any) -> None:
-        self._value = weakref.ref(value)
+        self._value = _reference(value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Member) and self._value() is other._value()
@@ -165,11 +178,20 @@ class _Member:
 
 
 def members_of(owner: Any) -> dict[str, _Member]:
-    """Return the modules and parameters that a module has itself, by name."""
+    """Return the modules, tensors and functions that a module has itself, by name."""
     if not isinstance(owner, nn.Module):
         return {}
-    own = (*owner._modules.items(), *owner._parameters.items())
-    return {name: _Member(x) for name, x in own if x is not None}
+    own = (*owner._modules.items(), *owner._parameters.items(), *owner._buffers.items())
+    found = {name: _Member(x) for name, x in own if x is not None}
+    for name, x in vars(owner).items():
+        if (isinstance(x, Tensor) or callable(x)) and name not in IGNORED:
+            found[name] = _Member(x)
+    return found
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference, unless its class has none, as that of small objects of Python."""
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
 
 
 def has_hooks(owner: Any) -> bool:
@@ -181,6 +203,9 @@ def has_hooks(owner: Any) -> bool:
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """Return the settings of a module and of its configurations, by name."""
     found = _plain(module, "")
+    for name, value in _own(module).items():
+        if _has_settings(name, value) and not _is_config(value):
+            found |= _plain(value, f"{name}.")
     config = getattr(module, "config", None)
     return {**found, **_of_config(config, "config.", ())} if _is_config(config) else found
 
@@ -196,13 +221,23 @@ def _of_config(config: Any, prefix: str, around: tuple[Any, ...]) -> dict[str, A
 def _plain(owner: Any, prefix: str) -> dict[str, Any]:
     return {
         prefix + name: copy.deepcopy(value)
-        for name, value in vars(owner).items()
+        for name, value in _own(owner).items()
         if _is_watched(name, value)
     }
 
 
+def _own(owner: Any) -> dict[str, Any]:
+    return own_attributes(owner) if isinstance(owner, nn.Module) else vars(owner)
+
+
 def _is_watched(name: str, value: Any) -> bool:
-    return name[0] != "_" and name not in IGNORED and _is_plain(value)
+    return name not in IGNORED and _is_plain(value)
+
+
+def _has_settings(name: str, value: Any) -> bool:
+    """Return whether a value may have settings of its own, such as a schedule that code reads."""
+    others = (type, nn.Module, Tensor, ModuleType, *PLAIN)
+    return name not in IGNORED and hasattr(value, "__dict__") and not isinstance(value, others)
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,12 +13,12 @@ ROWS, LENGTH, VOCABULARY, HIDDEN = 6, 8, 48, 16
 
 SEVEN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "whisper")
 UNSHARED_T5 = "unshared-t5"
-"""A T5 whose decoder has an embedding of its own, as a single-process pipeline needs."""
+"""A T5 whose decoder and head share no weights, as a single-process pipeline needs."""
 NAMES = (*SEVEN, UNSHARED_T5)
 
 
 def make_model(name: str, seed: int = 3, **settings: Any) -> Any:
-    """Build a model with three layers, whose head is not tied to its embedding."""
+    """Build a model with three layers, whose head is not tied to its embedding but in T5."""
     import transformers
 
     torch.manual_seed(seed)
@@ -76,6 +76,7 @@ def make_model(name: str, seed: int = 3, **settings: Any) -> Any:
     made = getattr(transformers, model)(built).double().train()
     if name == UNSHARED_T5:
         made.decoder.embed_tokens = copy.deepcopy(made.shared)
+        made.lm_head = copy.deepcopy(made.lm_head)
     return made
 
 
