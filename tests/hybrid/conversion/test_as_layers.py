@@ -477,3 +477,5 @@ def test_a_trained_model_is_saved_and_generates(tmp_path: Any) -> None:
     prompt = batch["input_ids"][:1, :3]
     words = model.generate(prompt, max_new_tokens=3, do_sample=False)
     assert torch.equal(words, loaded.generate(prompt, max_new_tokens=3, do_sample=False))
+    wrapped.train()
+    wrapped.train_step(batch, make_batches("gpt2", 1)[0][1], loss_of)  # training goes on
