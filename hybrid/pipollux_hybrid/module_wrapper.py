@@ -34,6 +34,16 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
 
+    def __getattr__(self, name: str) -> Any:
+        """Say where the attributes of a converted model are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if isinstance(module, ModelLayers):
+                module.explain_missing(name, error)
+            raise
+
     def __len__(self) -> int:
         """Return the number of layers."""
         return len(self.module)

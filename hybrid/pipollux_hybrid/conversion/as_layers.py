@@ -17,7 +17,7 @@ from pipollux_hybrid.pipeline.samples import plain_batch
 
 from . import unify, verify
 from .blocks import choose_blocks, opened_by
-from .inputs import Inputs, arguments
+from .inputs import LOSS_INPUTS, Inputs, arguments
 from .lengths import LengthProbe, plain_contexts, without_caches
 from .model_layers import ModelLayers
 from .pieces import (
@@ -37,11 +37,6 @@ from .watch import SettingsWatch, has_hooks
 
 BATCH_SIZES = (2, 3)
 """Samples of the recorded batches."""
-LOSS_INPUTS = (
-    *("labels", "label", "return_loss", "start_positions", "end_positions", "mc_labels"),
-    *("next_sentence_label", "sentence_order_label"),
-)
-"""Arguments with which models of Hugging Face compute a loss."""
 OTHER_BATCH_SIZE = 5
 """Samples of a batch that is recorded to check the result."""
 LONGEST_PROBE = 1024
@@ -119,6 +114,12 @@ def _as_error(model: nn.Module, error: Exception) -> ConfigurationError:
 def _check_model(model: nn.Module, example_inputs: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}: an nn.Module is needed")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigurationError(
+            f"model is a {type(model).__name__}, and replicas are HybridParallel's task: pass the "
+            "model in it, model.module"
+        )
+    _check_compiled({"": model})
     if example_inputs is None:
         raise ConfigurationError(
             f"{type(model).__name__} is no plain nn.Sequential, and is recorded on an example: "
@@ -134,6 +135,20 @@ def _check_model(model: nn.Module, example_inputs: Any) -> None:
         )
 
 
+def _check_compiled(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse modules whose operations cannot be recorded, as they were compiled."""
+    for name, module in modules.items():
+        # The class of torch.compile's result is in a package that takes seconds to import.
+        wrapped = isinstance(module._modules.get("_orig_mod"), nn.Module)
+        if wrapped or module._compiled_call_impl is not None:
+            shown = f"module {name!r}" if name else "the model"
+            raise ConfigurationError(
+                f"{shown} is compiled, so its operations cannot be recorded: convert the model "
+                "without torch.compile, and then compile its layers in place, as in "
+                "layers[2].compile()"
+            )
+
+
 def _converted(
     model: nn.Module, inputs: Inputs, blocks: Sequence[str], *, check: bool, any_length: bool
 ) -> ModelLayers:
@@ -142,6 +157,7 @@ def _converted(
         if not blocks:
             raise UnrecordableError("it has no modules to cut between")
         opened = opened_by(model, blocks)
+        _check_compiled(opened)
         _check_hooks(opened)
         _check_modes(model, opened)
         model.eval()
@@ -163,6 +179,7 @@ def _converted(
     for layer in layers:
         layer.refuses_autocast = refuses_autocast  # type: ignore[assignment]  # all are RecordedLayers
     layers.watch(SettingsWatch(opened))
+    layers.original = type(model)
     if check:
         with verify.unchanged(model), without_caches(model):
             _verify(model, layers, inputs)

@@ -15,6 +15,12 @@ from torch.utils import _pytree as pytree
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.pipeline.samples import is_marked, map_marked, plain_batch
 
+LOSS_INPUTS = (
+    *("labels", "label", "return_loss", "start_positions", "end_positions", "mc_labels"),
+    *("next_sentence_label", "sentence_order_label"),
+)
+"""Arguments with which models of Hugging Face compute a loss."""
+
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as the arguments of a model's forward: a dict has keyword arguments."""
@@ -227,6 +233,13 @@ class Inputs:
     def _in_order(self, batch: Any) -> list[Any]:
         """Return the leaves of a batch whose entries are marked, or in another order."""
         args, given = arguments(batch)
+        labels = [name for name in given if name in LOSS_INPUTS and name not in self._keywords]
+        if labels:
+            raise ConfigurationError(
+                f"the batch has {', '.join(map(repr, labels))}, with which the model would compute "
+                "its loss: take them out of the batch, and give them to the loss function as "
+                "targets"
+            )
         if set(given) != set(self._keywords):
             raise ConfigurationError(
                 f"the batch has the entries {sorted(given)}, and example_inputs has "

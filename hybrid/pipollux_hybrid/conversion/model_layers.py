@@ -22,6 +22,8 @@ class ModelLayers(nn.Sequential):
     those of the layers.
     """
 
+    original: type[nn.Module] = nn.Module
+    """The class of the converted model."""
     _settings: SettingsWatch | None = None
 
     def __init__(
@@ -38,6 +40,24 @@ class ModelLayers(nn.Sequential):
         """Refuse to run when settings of the model change."""
         self._settings = settings
         next(iter(self)).watch = settings  # type: ignore[assignment]  # a RecordedLayer
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where the attributes of the converted model are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            self.explain_missing(name, error)
+            raise
+
+    def explain_missing(self, name: str, error: AttributeError) -> None:
+        """Raise an error that says more, if the converted model has such an attribute."""
+        settings = self.__dict__.get("_settings")
+        known = settings is not None and settings.has_attribute(name)
+        if known or hasattr(self.original, name):
+            raise AttributeError(
+                f"{name!r} is an attribute of the {self.original.__name__} that was converted: use "
+                "it there, or on another one that has loaded state_dict()"
+            ) from error
 
     def train(self, mode: bool = True) -> ModelLayers:
         """Set the mode of the layers, and of the model's modules around them."""

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, TypeAlias
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .recorder import own_attributes
+
 IGNORED = frozenset(
     (
-        *("training", "use_cache", "return_dict", "gradient_checkpointing", "dtype"),
-        *("transformers_version", "architectures", "id2label", "label2id"),
-        "warnings_issued",
+        *("use_cache", "return_dict", "gradient_checkpointing", "dtype", "generation_config"),
+        *("transformers_version", "architectures", "id2label", "label2id", "warnings_issued"),
+        *("_compiled_call", "_compiled_call_impl", "_last_compile_config"),
+        "_adapters_disabled",  # PEFT's note of what the adapters in blocks do
     )
 )
-"""Settings without effect on recorded layers; ``save_pretrained`` sets some."""
-PLAIN = (bool, int, float, str, type(None))
+"""Settings without effect on recorded layers; ``save_pretrained`` and ``generate`` set some."""
+PLAIN = (bool, int, float, str, type(None), np.generic, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, set, frozenset, dict)
 MISSING = object()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -97,6 +103,11 @@ class SettingsWatch:
                     "into layers, which would not follow: change the model before"
                 )
 
+    def has_attribute(self, name: str) -> bool:
+        """Return whether the model has an attribute, if the script still holds it."""
+        model = self._opened[""]() if "" in self._opened else None
+        return model is not None and hasattr(model, name)
+
     def set_mode(self, training: bool) -> None:
         """Set the mode of the opened modules, which are in no layer."""
         for reference in self._opened.values():
@@ -110,13 +121,14 @@ class _Part:
 
     def __init__(self, module: nn.Module, owner: Any) -> None:
         self._module = weakref.ref(module)
-        self._owner = weakref.ref(owner)
+        self._owner = _reference(owner)
         self._names = frozenset(vars(owner))
-        watched = {name: x for name, x in vars(owner).items() if _is_watched(name, x)}
+        own = _own(owner).items()
+        watched = {name: x for name, x in own if _is_watched(name, x)}
         self._members = members_of(owner)
         self._watched = tuple(watched)
         self._values = tuple(watched.values())
-        self._configs = {name: x for name, x in vars(owner).items() if _is_config(x)}
+        self._objects = {name: x for name, x in own if _has_settings(name, x)}
         self._contents = [
             (x, copy.deepcopy(x)) for x in watched.values() if isinstance(x, CONTAINERS)
         ]
@@ -130,9 +142,9 @@ class _Part:
         return (
             found.keys() == self._names
             and tuple(map(found.get, self._watched)) == self._values
-            and all(found[name] is x for name, x in self._configs.items())
+            and all(found[name] is x for name, x in self._objects.items())
             and all(x == before for x, before in self._contents)
-            and has_members(owner, self._members)
+            and _has_members(owner, self._members)
             and not has_hooks(owner)
         )
 
@@ -142,7 +154,8 @@ def _parts(modules: Any) -> Iterator[_Part]:
     known = set()
     for module in modules:
         yield _Part(module, module)
-        for config in configs_of(module):
+        objects = (x for name, x in _own(module).items() if _has_settings(name, x))
+        for config in (*configs_of(module), *objects):
             if id(config) not in known:
                 known.add(id(config))
                 yield _Part(module, config)
@@ -160,29 +173,40 @@ def configs_of(owner: Any) -> Iterator[Any]:
             pending += vars(config).values()
 
 
-Members: TypeAlias = "dict[str, weakref.ref[nn.Module | nn.Parameter]]"
-"""Modules and parameters by name, not kept alive."""
+Members: TypeAlias = dict[str, Callable[[], Any]]
+"""Weak references to modules, tensors and functions, by name."""
 
 
 def members_of(owner: Any) -> Members:
-    """Return the modules and parameters that a module has itself."""
-    return {name: weakref.ref(x) for name, x in _own(owner) if x is not None}
+    """Return the modules, tensors and functions that a module has itself."""
+    attached = {
+        name: x
+        for name, x in vars(owner).items()
+        if (isinstance(x, Tensor) or callable(x)) and name not in IGNORED
+    }
+    both = {**_registered(owner), **attached} if isinstance(owner, nn.Module) else {}
+    return {name: _reference(x) for name, x in both.items()}
 
 
-def _own(owner: Any) -> Sequence[tuple[str, Any]]:
-    return (
-        [*owner._modules.items(), *owner._parameters.items()]
-        if isinstance(owner, nn.Module)
-        else ()
+def _registered(module: nn.Module) -> dict[str, Any]:
+    own = (*module._modules.items(), *module._parameters.items(), *module._buffers.items())
+    return {name: x for name, x in own if x is not None}
+
+
+def _has_members(owner: Any, members: Members) -> bool:
+    """Return whether a module has these, and no other registered ones."""
+    if not isinstance(owner, nn.Module):
+        return True
+    found = _registered(owner)
+    return found.keys() <= members.keys() and all(
+        reference() is (found[name] if name in found else vars(owner).get(name))
+        for name, reference in members.items()
     )
 
 
-def has_members(owner: Any, members: Members) -> bool:
-    """Return whether a module has exactly these modules and parameters, by identity."""
-    own = [(name, x) for name, x in _own(owner) if x is not None]
-    return len(own) == len(members) and all(
-        name in members and members[name]() is x for name, x in own
-    )
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference, unless its class has none, as that of small objects of Python."""
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
 
 
 def has_hooks(owner: Any) -> bool:
@@ -194,6 +218,9 @@ def has_hooks(owner: Any) -> bool:
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """Return the settings of a module and of its configurations, by name."""
     found = _plain(module, "")
+    for name, value in _own(module).items():
+        if _has_settings(name, value) and not _is_config(value):
+            found |= _plain(value, f"{name}.")
     config = getattr(module, "config", None)
     return {**found, **_of_config(config, "config.", ())} if _is_config(config) else found
 
@@ -209,13 +236,23 @@ def _of_config(config: Any, prefix: str, around: tuple[Any, ...]) -> dict[str, A
 def _plain(owner: Any, prefix: str) -> dict[str, Any]:
     return {
         prefix + name: copy.deepcopy(value)
-        for name, value in vars(owner).items()
+        for name, value in _own(owner).items()
         if _is_watched(name, value)
     }
 
 
+def _own(owner: Any) -> dict[str, Any]:
+    return own_attributes(owner) if isinstance(owner, nn.Module) else vars(owner)
+
+
 def _is_watched(name: str, value: Any) -> bool:
-    return name[0] != "_" and name not in IGNORED and _is_plain(value)
+    return name not in IGNORED and _is_plain(value)
+
+
+def _has_settings(name: str, value: Any) -> bool:
+    """Return whether a value may have settings of its own, such as a schedule that code reads."""
+    others = (type, nn.Module, Tensor, ModuleType, *PLAIN)
+    return name not in IGNORED and hasattr(value, "__dict__") and not isinstance(value, others)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 ROWS, LENGTH, VOCABULARY, HIDDEN = 6, 8, 48, 16
 
-NAMES = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "whisper")
+SEVEN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "whisper")
+UNSHARED_T5 = "unshared-t5"
+"""A T5 whose decoder and head share no weights, as a single-process pipeline needs."""
+NAMES = (*SEVEN, UNSHARED_T5)
 
 
 def make_model(name: str, seed: int = 3, **settings: Any) -> Any:
-    """Build a model with three layers, untied as a single-process pipeline needs."""
+    """Build a model with three layers, whose head is not tied to its embedding but in T5."""
     import transformers
 
     torch.manual_seed(seed)
@@ -65,10 +70,14 @@ def make_model(name: str, seed: int = 3, **settings: Any) -> Any:
         ),
         "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", whisper),
     }
-    config, model, given = kinds[name]
+    config, model, given = kinds[name.removeprefix("unshared-")]
     built = getattr(transformers, config)(**{**given, **settings})
     built._experts_implementation = "eager"  # torch's grouped products have no float64
-    return getattr(transformers, model)(built).double().train()
+    made = getattr(transformers, model)(built).double().train()
+    if name == UNSHARED_T5:
+        made.decoder.embed_tokens = copy.deepcopy(made.shared)
+        made.lm_head = copy.deepcopy(made.lm_head)
+    return made
 
 
 def make_batches(name: str, number: int, rows: int = ROWS) -> list[tuple[Any, Tensor]]:
@@ -89,7 +98,7 @@ def _batch(name: str, rows: int, generator: torch.Generator) -> tuple[Any, Tenso
     mask = torch.ones_like(ids)
     mask[1::2, LENGTH - 2 :] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
-    if name == "t5":
+    if name.endswith("t5"):
         batch["decoder_input_ids"] = ids[:, :5].flip(1)
     return batch, targets
 
@@ -108,3 +117,15 @@ def train_plain(name: str, steps: int) -> dict[str, Tensor]:
         loss_of(model(**batch), targets).backward()
         optimizer.step()
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare the states of two models in float64, up to rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-9, atol=1e-11)
+
+
+def only_default(name: str, *defaults: str) -> Any:
+    """Mark a parameter of a test as exhaustive unless it is one of some."""
+    return name if name in defaults else pytest.param(name, marks=pytest.mark.exhaustive)

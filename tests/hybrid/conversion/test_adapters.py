@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipollux_hybrid import HybridParallel, init_process_group
+from pipollux_hybrid import HybridParallel, as_layers, init_process_group
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.conversion.small_models import loss_of, make_batches, make_model
 from tests.hybrid.stage_processes.training import run_stages
@@ -111,6 +111,17 @@ def test_adapters_train_as_in_a_loop(name: str, tmp_path: Path) -> None:
         json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in ("ours", "plain")
     ]
     assert settings[0] == settings[1]
+
+
+def test_adapters_can_be_disabled_for_a_while() -> None:
+    model, batch = with_adapters("llama").eval(), make_batches("llama", 1)[0][0]
+    layers = as_layers(model, batch)
+    with model.disable_adapter():
+        base = layers(batch).logits
+        assert torch.equal(base, model(**batch).logits)
+    adapted = layers(batch).logits
+    assert torch.equal(adapted, model(**batch).logits)
+    assert not torch.equal(adapted, base)
 
 
 @pytest.mark.exhaustive

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,6 +193,91 @@ def test_changes_that_layers_would_not_follow_are_refused(
             layers(batch)
 
 
+def scale_forward(net: Any) -> None:
+    forward = net.forward
+    net.forward = lambda x: 2 * forward(x)
+
+
+def set_attribute(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda net: setattr(net, name, value)
+
+
+def set_value(net: Any) -> None:
+    net.schedule.value = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (scale_forward, r"'forward' was added to the Net"),
+        (set_attribute("factor", torch.zeros(())), r"'factor' was replaced in the Net"),
+        (set_attribute("counted", torch.zeros(())), r"'counted' was replaced in the Net"),
+        (set_attribute("function", torch.relu), r"'function' was replaced in the Net"),
+        (set_attribute("_scale", 3.0), r"_scale of the Net is 3\.0 and was 1\.0"),
+        (set_attribute("limit", np.float32(2)), r"limit of the Net is .*2\.0.* and was .*1\.0"),
+        (set_value, r"schedule\.value of the Net is 0\.5 and was 1\.0"),
+        (
+            set_attribute("schedule", SimpleNamespace(value=2.0)),
+            r"schedule\.value of the Net is 2\.0 and was 1\.0",
+        ),
+    ],
+)
+def test_attributes_that_code_between_blocks_may_read_are_watched(
+    net: Any, batch: Tensor, change: Callable[[Any], None], sentence: str
+) -> None:
+    net.factor, net.function, net._scale = torch.ones(()), torch.tanh, 1.0
+    net.limit, net.schedule = np.float32(1), SimpleNamespace(value=1.0)
+    net.register_buffer("counted", torch.ones(()))
+    layers = as_layers(net, batch)
+    net.schedule = SimpleNamespace(value=1.0)  # another object with equal values
+    layers(batch)
+    change(net)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=sentence):
+            layers(batch)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "sentence"),
+    [
+        (
+            lambda x: torch.compile(x, backend="eager"),
+            "the model is compiled, so its operations cannot be recorded",
+        ),
+        (nn.DataParallel, r"model is a DataParallel.*: pass the model in it, model\.module"),
+    ],
+)
+def test_wrapped_models_are_refused(
+    net: Net, batch: Tensor, wrap: Callable[[nn.Module], nn.Module], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        as_layers(wrap(net), batch)
+
+
+def test_a_model_that_is_compiled_in_place_is_refused(net: Net, batch: Tensor) -> None:
+    net.compile(backend="eager")
+    with pytest.raises(ConfigurationError, match="the model is compiled"):
+        as_layers(net, batch)
+
+
+def test_attributes_of_the_model_are_found_on_it() -> None:
+    model, batch = gpt2()
+    wrapped = HybridParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=batch
+    )
+    sentence = "is an attribute of the GPT2LMHeadModel that was converted: use it there"
+    for name in ("generate", "save_pretrained", "config"):
+        for owner in (wrapped, wrapped.module):
+            with pytest.raises(AttributeError, match=f"'{name}' {sentence}"):
+                getattr(owner, name)
+    assert not hasattr(wrapped, "unknown")
+    with pytest.raises(AttributeError, match="'HybridParallel' object has no attribute 'unknown'"):
+        wrapped.unknown  # noqa: B018  # raises
+    del model
+    with pytest.raises(AttributeError, match=f"'generate' {sentence}"):
+        wrapped.generate  # noqa: B018  # raises
+
+
 class Settings:
     """A configuration with lists and other configurations, as those of Hugging Face."""
 
@@ -296,6 +383,8 @@ def test_batches_of_another_form_are_refused() -> None:
         ConfigurationError, match=r"shape \(6, 7\).* recorded for \[batch, length\]"
     ):
         layers(ragged)
+    with pytest.raises(ConfigurationError, match=r"the batch has 'labels'.*: take them out"):
+        layers({**batch, "labels": batch["input_ids"]})
     with pytest.raises(ConfigurationError, match="pass the labels as targets"):
         as_layers(model, {**batch, "labels": batch["input_ids"]})
 
@@ -391,3 +480,5 @@ def test_a_trained_model_is_saved_and_generates(tmp_path: Any) -> None:
     prompt = batch["input_ids"][:1, :3]
     words = model.generate(prompt, max_new_tokens=3, do_sample=False)
     assert torch.equal(words, loaded.generate(prompt, max_new_tokens=3, do_sample=False))
+    wrapped.train()
+    wrapped.train_step(batch, make_batches("gpt2", 1)[0][1], loss_of)  # training goes on

@@ -1,15 +1,29 @@
-"""Jobs of a converted model: replicas that join and leave, and a restart with other stages."""
+"""Jobs of converted models: replicas that join and leave, and restarts with other stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from tests.hybrid.conversion.small_models import (
+    NAMES,
+    assert_same_state,
+    loss_of,
+    make_model,
+    only_default,
+)
 from tests.hybrid.resize.changing_job import ChangingJob
+from tests.hybrid.resize.changing_training import samples
 
 MakeJob = Callable[..., ChangingJob]
+CHAINS = {"t5": "2 processes, 3 processes, 1 stage, 2 processes, 3 processes"}
+"""The stages of T5's restarts: more than one in one process cannot share an embedding."""
+CHAIN = "2 stages, 3 stages, 2 processes, 3 processes, 2 stages"
 
 
 @pytest.fixture
@@ -18,7 +32,7 @@ def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
 
     def make(**settings: str) -> ChangingJob:
         folder = tmp_path / f"job-{len(made)}"
-        made.append(ChangingJob(folder, repository, LAYERS="converted", **settings))
+        made.append(ChangingJob(folder, repository, **{"LAYERS": "converted", **settings}))
         return made[-1]
 
     yield make
@@ -58,3 +72,72 @@ def test_a_resize_is_what_a_restart_would_be(make_job: MakeJob, tmp_path: Path, 
     for step, lines in found.items():
         for line, other in zip(lines, expected[step], strict=True):
             assert line["parameters"] == other["parameters"], step
+
+
+def settings_of(name: str, stages: str) -> dict[str, str]:
+    """Return the settings of a job of 21 steps, with stages in one process or in several."""
+    count, kind = stages.split()
+    processes = count if kind == "processes" else "1"
+    job = {"LAYERS": name, "DATA": "even", "EPOCHS": "1"}
+    return {**job, "STAGES": count, "PROCESSES": processes}
+
+
+def train_plain(name: str, jobs: Sequence[ChangingJob]) -> dict[str, Tensor]:
+    """Train the original in a plain loop on the batches of jobs that went on from each other."""
+    model = make_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = {step: lines for job in jobs for step, lines in job.steps().items()}
+    assert list(steps) == list(range(1, 22))
+    for lines in steps.values():
+        numbers = [x for line in lines if line["stage"] == 0 for x in line["numbers"]]
+        batch, targets = samples(name, torch.tensor(numbers))
+        optimizer.zero_grad()
+        loss_of(model(**batch), targets).backward()
+        optimizer.step()
+    return {key: x.detach() for key, x in model.state_dict().items()}
+
+
+def assert_trained(name: str, jobs: Sequence[ChangingJob]) -> None:
+    """Check that each process has the parameters of the plain loop."""
+    expected = train_plain(name, jobs)
+    for state in jobs[-1].states():
+        assert_same_state(state, expected)
+
+
+ENGINES = ("2 stages", "3 stages", "2 processes", "3 processes")
+RESIZED = [
+    f"{name}: {stages}"
+    for stages, name in itertools.product(ENGINES, NAMES)
+    if name != ("unshared-t5" if "processes" in stages else "t5")
+]
+
+
+@pytest.mark.parametrize("case", [only_default(case, "llama: 2 stages") for case in RESIZED])
+def test_resized_training_is_plain_training(make_job: MakeJob, case: str) -> None:
+    """One replica, two replicas, then the first leaves."""
+    name, stages = case.split(": ")
+    job = make_job(CHANGES="5,11", **settings_of(name, stages))
+    job.begin(1)
+    job.wait_until_at(5)
+    job.add_stages()
+    job.wait_until_at(11)
+    job.ask_to_leave(0, 2)
+    job.wait()
+    assert job.check() == [(1, 1), (8, 2), (14, 1)]
+    assert_trained(name, [job])
+
+
+@pytest.mark.parametrize("name", [only_default(name, "vit") for name in NAMES])
+def test_restarted_training_is_plain_training(make_job: MakeJob, tmp_path: Path, name: str) -> None:
+    """Each restart has another number of stages, another engine, or both, and other replicas."""
+    checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    jobs = []
+    for place, stages in enumerate(CHAINS.get(name, CHAIN).split(", ")):
+        jobs.append(make_job(PIPOLLUX_RENDEZVOUS="", **settings_of(name, stages), **checkpoints))
+        replicas = 1 + place % 2
+        if place < 4:
+            jobs[-1].stop_at(3 + 4 * place, replicas)
+        else:
+            jobs[-1].begin(replicas)
+            jobs[-1].wait()
+    assert_trained(name, jobs)

@@ -12,6 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+from torch import Tensor
+
 from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from tests.hybrid.resize.changing_training import EPOCHS, SIZE
 from tests.programs import Forked, Replicas
@@ -128,6 +131,10 @@ class ChangingJob:
         """Return what all replicas wrote of their steps."""
         files = sorted(self.results.glob("[0-9]*.txt"))
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return the final state of the model from each process."""
+        return [torch.load(x) for x in sorted(self.results.glob("state-*.pt"))]
 
     def steps(self) -> dict[int, list[dict[str, Any]]]:
         """Return the last lines of each step, in the order of ranks, and of stages."""
