@@ -197,10 +197,10 @@ def _has_members(owner: Any, members: Members) -> bool:
     """Return whether a module has these, and no other registered ones."""
     if not isinstance(owner, nn.Module):
         return True
-    found = _registered(owner)
-    return found.keys() <= members.keys() and all(
-        reference() is (found[name] if name in found else vars(owner).get(name))
-        for name, reference in members.items()
+    registered = _registered(owner)
+    found = {**vars(owner), **registered}
+    return registered.keys() <= members.keys() and all(
+        name in found and found[name] is reference() for name, reference in members.items()
     )
 
 
