@@ -127,7 +127,8 @@ def test_resized_training_is_plain_training(make_job: MakeJob, case: str) -> Non
     assert_trained(name, [job])
 
 
-@pytest.mark.parametrize("name", [only_default(name, "vit") for name in NAMES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_restarted_training_is_plain_training(make_job: MakeJob, tmp_path: Path, name: str) -> None:
     """Each restart has another number of stages, another engine, or both, and other replicas."""
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
