@@ -46,9 +46,10 @@ class Liveness:
         """Count no silence for a time in which this process was stopped or busy: heartbeats of it
         are still to be read.
         """
+        now = time.monotonic()
         for moments in (self._seen, self._cut_off):
-            for member in moments:
-                moments[member] += seconds
+            for member, moment in moments.items():
+                moments[member] = min(moment + seconds, now)
 
     def silent(self, members: Iterable[int]) -> Iterator[tuple[int, str]]:
         """Yield members that are lost, and why; those never heard of count from now on."""
