@@ -230,6 +230,9 @@ def test_a_joining_replica_that_is_killed_is_replaced(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from pipollux_sched.backend.local.attempt_folder import AttemptFolder
+from pipollux_sched.store import StateDir
+from tests.waiting import until
 from tests.sched.test_resizes import (
     A, B, Wish, begin, elastic_job, joining_replica_of, scheduler_on
 )
@@ -245,19 +248,27 @@ def has_come(jobs):
     membership = jobs["elastic"].state.membership
     if stage == "changed":
         return membership.number == 2
-    there = membership.change is not None and membership.change.stage == stage
-    return there and (stage != "starting" or joining_replica_of(directory, scheduler))
+    expected = "starting" if stage == "unknown" else stage
+    there = membership.change is not None and membership.change.stage == expected
+    return there and (expected != "starting" or joining_replica_of(directory, scheduler))
 
 scheduler.wait(has_come, timeout=240)
+if stage == "unknown":
+    identity = AttemptFolder(StateDir(directory), "elastic", 1).status(1)
+    until(identity.exists, "the supervisor of the joining replica has written it")
+    identity.unlink()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 """Runs a scheduler that is killed when the change of a job has come so far."""
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", ["starting", "forming", "changed"])
+@pytest.mark.parametrize("stage", ["unknown", "starting", "forming", "changed"])
 def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, stage: str) -> None:
-    """The next one goes on with it: joining replicas are starting, forming groups, or training."""
+    """The next one goes on with it: joining replicas are starting, forming groups, or training.
+
+    If the supervisor of one is unknown, it is ended, and another replica is started in its place.
+    """
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     with Forked(script, [str(directory), str(tmp_path), stage]) as killed:

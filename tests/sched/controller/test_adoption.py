@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram
 from pipollux_sched.backend.local.attempt_folder import AttemptFolder
-from pipollux_sched.lifecycle import Exited, Outcome
+from pipollux_sched.lifecycle import ChangeStage, Exited, JoiningReplicaLost, Outcome
+from pipollux_sched.lifecycle.state import PendingResize
 from pipollux_sched.store import StateDir
 from tests.programs import Forked
 from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wait_for_text
@@ -133,6 +135,25 @@ def test_what_was_only_half_started_is_ended(
     (state_dir.attempt("toy", 1) / "replica-1.json").unlink()
     assert backend.adopt("toy", 1, URL, BOTH)
     assert backend.recover(30.0)
+
+
+def test_a_joining_replica_whose_supervisor_is_unknown_is_ended(
+    backend: ReplicaGroupManager, state_dir: StateDir
+) -> None:
+    """The scheduler died before the supervisor had written its identity, and the job goes on."""
+    start(state_dir)
+    wait_for_training(state_dir)
+    (state_dir.attempt("toy", 1) / "replica-1.json").unlink()
+    joins = PendingResize(2, (0, 1), ("node-b", "node-a"), ChangeStage.STARTING)
+    assert backend.adopt("toy", 1, URL, replace(first_membership(1), change=joins)) is None
+    (line,) = {line.split(" (")[0].split()[-1] for line in backend.recover(30.0)}
+    assert line == "toy"
+    left = {process.environ()["PIPOLLUX_REPLICA"] for process in processes_of(state_dir.path)}
+    assert left == {"0"}
+    lost = wait_for(backend, JoiningReplicaLost)
+    assert isinstance(lost, JoiningReplicaLost)
+    assert lost.replica == 1
+    assert backend.running()["toy"] == (1, ("node-b",))
 
 
 def test_an_attempt_that_was_only_written_down(

@@ -163,17 +163,22 @@ class LocalEngine(ProcessEngine[LocalReplica]):
         self._ports.pop((job, attempt), None)
 
     def left_behind(self, adopted: Collection[tuple[str, int]]) -> Mapping[psutil.Process, str]:
-        """Return processes by their environment, as their supervisors may be dead: see `Engine`."""
+        """Return processes by their environment, as their supervisors may be dead: see `Engine`.
+
+        Those of a joining replica of an adopted attempt too if its supervisor had no time to write
+        its identity: no listing contains it.
+        """
         place = str(self._state_dir.path)
-        spared = {(job, str(attempt)) for job, attempt in adopted}
+        attempts = {(job, str(attempt)) for job, attempt in adopted}
+        replicas = {tuple(map(str, key)) for key in self._replicas}
 
         def is_left(environment: Mapping[str, str]) -> bool:
-            known = (
-                environment.get(variables.JOB_ID.name, ""),
-                environment.get(variables.ATTEMPT.name),
-            )
-            here = environment.get(STATE_DIR) == place
-            return here and known[1] is not None and known not in spared
+            names = (variables.JOB_ID, variables.ATTEMPT, variables.REPLICA)
+            job, attempt, replica = (environment.get(variable.name) for variable in names)
+            if environment.get(STATE_DIR) != place or attempt is None:
+                return False
+            unknown = replica is not None and (job, attempt, replica) not in replicas
+            return (job, attempt) not in attempts or unknown
 
         return {process: _describe(process) for process in processes.marked(is_left)}
 

@@ -16,7 +16,7 @@ from pipollux_sched.backend.local.engine import LocalEngine
 from pipollux_sched.backend.local.environment import Devices
 from pipollux_sched.backend.replica.last_words import last_words
 from pipollux_sched.backend.slots import SlotLedger
-from pipollux_sched.lifecycle import Exited, Outcome, Started
+from pipollux_sched.lifecycle import Exited, JoiningReplicaLost, Outcome, Started
 from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec
 from pipollux_sched.store import StateDir
 from tests.programs import free_port
@@ -39,7 +39,9 @@ def program(*args: str, job: str = "toy", num_stages: int = 1) -> ReplicaProgram
     return ReplicaProgram(job=job, script=TOY, args=args, num_stages=num_stages)
 
 
-def wait_for(backend: ReplicaGroupManager, kind: type[Started | Exited]) -> object:
+def wait_for(
+    backend: ReplicaGroupManager, kind: type[Started | Exited | JoiningReplicaLost]
+) -> object:
     """Poll until the backend reports something of this kind."""
 
     def look() -> object:
