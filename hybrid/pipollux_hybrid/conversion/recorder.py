@@ -21,7 +21,6 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from .expressions import (
     Value,
     leaves_of,
 )
+from .interception import call_module, intercepted
 
 METADATA = frozenset(
     [
@@ -241,11 +241,7 @@ class Recorder(TorchFunctionMode):
         states = {path: _attributes(module) for path, module in self._opened_paths()}
         before = random.getstate(), _numpy_state()
         self.recording.inputs = self._result((tuple(args), dict(kwargs)), (), "the inputs")[0]
-        with ExitStack() as stack:
-            stack.enter_context(_intercepted_modules(self))
-            stack.enter_context(_intercepted_functions(self, self._opened))
-            stack.enter_context(_intercepted_autograd(self))
-            stack.enter_context(self)
+        with intercepted(self, self._opened), self:
             output = self._model(*args, **kwargs)
         self.recording.output = self._expression(output, "the output", opaque=False)
         if self.checks_draws and not _same_draws(before, (random.getstate(), _numpy_state())):
@@ -312,7 +308,7 @@ class Recorder(TorchFunctionMode):
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and record it as one call unless it is opened."""
         if self.pauses or module in self._opened or module not in self._paths:
-            return _module_call(module, *args, **kwargs)
+            return call_module(module, *args, **kwargs)
         return self.call(self._paths[module], args, kwargs, module=module)
 
     def call(
@@ -370,7 +366,7 @@ class Recorder(TorchFunctionMode):
 
     def run_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that is recorded as one call."""
-        return _module_call(module, *args, **kwargs)
+        return call_module(module, *args, **kwargs)
 
     def _is_ragged(self, tensor: Any) -> bool:
         """Return whether a tensor may have as many elements as the data say."""
@@ -591,123 +587,3 @@ def _where() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "the model"
-
-
-_module_call = nn.Module.__call__
-
-
-@contextmanager
-def _intercepted_modules(recorder: Recorder) -> Iterator[None]:
-    """Pass calls of all modules to the recorder."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module(module, args, kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]  # for the time of the recording
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = _module_call  # type: ignore[method-assign]  # as it was
-
-
-@contextmanager
-def _intercepted_autograd(recorder: Recorder) -> Iterator[None]:
-    """Record custom autograd functions as calls."""
-    original = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.pauses:
-            return original.__get__(None, cls)(*args, **kwargs)
-        return recorder.call(AutogradFunction(cls), args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]  # as above
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]  # as it was
-
-
-@dataclass(frozen=True)
-class AutogradFunction:
-    """A custom autograd function."""
-
-    function: Any
-
-    @property
-    def __name__(self) -> str:
-        """The function's name."""
-        return str(self.function.__name__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the function."""
-        return self.function.apply(*args, **kwargs)
-
-
-@contextmanager
-def _intercepted_functions(recorder: Recorder, opened: Iterable[nn.Module]) -> Iterator[None]:
-    """Record the mask functions of ``transformers`` as calls.
-
-    Whether they drop a mask depends on the data, so they decide again in each forward.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    if masks is None:
-        yield
-        return
-    originals = {
-        function: name
-        for name, function in vars(masks).items()
-        if name.startswith("create_") and callable(function)
-    }
-    replaced = []
-    for module_name in {parent.__module__ for module in opened for parent in type(module).__mro__}:
-        namespace = vars(sys.modules[module_name])
-        for name, function in list(namespace.items()):
-            if callable(function) and _hashable_in(function, originals):
-                replaced.append((namespace, name, function))
-                namespace[name] = _recorded(recorder, function)
-    try:
-        yield
-    finally:
-        for namespace, name, function in replaced:
-            namespace[name] = function
-
-
-def _hashable_in(value: Any, known: Mapping[Any, Any]) -> bool:
-    try:
-        return value in known
-    except TypeError:
-        return False
-
-
-def _recorded(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if recorder.pauses:
-            return function(*args, **kwargs)
-        return recorder.call(Exported(function), args, kwargs)
-
-    return call
-
-
-_exporting = threading.RLock()
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A function that runs as under ``torch.export``, so that its result is always a tensor."""
-
-    function: Callable[..., Any]
-
-    @property
-    def __name__(self) -> str:
-        """The function's name."""
-        return str(getattr(self.function, "__name__", "function"))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        with _exporting:  # the flag is that of all threads, and stages may be threads
-            before = torch.compiler._is_exporting_flag
-            torch.compiler._is_exporting_flag = True
-            try:
-                return self.function(*args, **kwargs)
-            finally:
-                torch.compiler._is_exporting_flag = before
