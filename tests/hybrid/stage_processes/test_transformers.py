@@ -135,8 +135,8 @@ def trained(name: str, page: str, schedule: str, checkpoint: str) -> dict[str, T
     ("name", "schedule", "checkpoint"),
     [
         ("gpt2", "1f1b", "except_last"),
-        ("llama", "gpipe", "always"),
-        ("t5", "1f1b", "never"),
+        pytest.param("llama", "gpipe", "always", marks=pytest.mark.exhaustive),
+        pytest.param("t5", "1f1b", "never", marks=pytest.mark.exhaustive),
         pytest.param("gpt2-tied", "1f1b", "always", marks=pytest.mark.exhaustive),
         pytest.param("t5", "gpipe", "always", marks=pytest.mark.exhaustive),
     ],
