@@ -41,6 +41,7 @@ def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
             pass
 
 
+@pytest.mark.exhaustive
 def test_replicas_join_and_leave(make_job: MakeJob) -> None:
     job = make_job(CHANGES="5,9", EPOCHS="1")
     job.begin(1)
