@@ -177,7 +177,7 @@ def job(kind: str, per_stage: bool, workers: int, accum_steps: int) -> Outcome:
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "workers", "accum_steps"),
     [
-        ("drawing padded", 1, 2, 1),
+        ("drawing padded", 1, 1, 1),
         ("drawing dicts stream", 1, 0, 0),
         pytest.param("drawing padded", 1, 0, 0, marks=pytest.mark.exhaustive),
         pytest.param("drawing", 1, 2, 1, marks=pytest.mark.exhaustive),
