@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel
 from pipollux_hybrid import ConfigurationError, HybridParallel, as_layers
 from pipollux_hybrid.conversion import watch
 from pipollux_hybrid.job import context as contexts
-from tests.extent import first
 from tests.hybrid.conversion.small_models import loss_of, make_batches, make_model
 
 
@@ -422,7 +421,8 @@ def test_nothing_changes_but_the_result(net: Net, batch: Tensor) -> None:
 
 # torch.compile reads the gradients of a layer's inputs, in the plain model as well.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", first(1, ["eager", "aot_eager"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_layers_can_be_compiled(backend: str) -> None:
     model, batch = gpt2()
     layers = as_layers(model, batch)

@@ -294,7 +294,8 @@ def test_the_callers_contexts_do_not_matter(context: Callable[[], Any]) -> None:
 
 # torch.compile reads the gradients of a layer's inputs, in the plain model as well.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", first(1, ["eager", "aot_eager"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_first_layer_verifies_too(backend: str) -> None:
     model = Tokens(windows)
     layers = as_layers(model, tokens(LENGTH))
