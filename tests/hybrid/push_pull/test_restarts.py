@@ -112,6 +112,7 @@ def count(folder: Path, epochs: int, stop: int) -> list[tuple[int, int, bool]]:
     return steps
 
 
+@pytest.mark.exhaustive
 def test_servers_files_of_different_moments(tmp_path: Path) -> None:
     """As of two servers that were killed, where an epoch had begun between their last saves."""
     early, late = tmp_path / "early", tmp_path / "late"

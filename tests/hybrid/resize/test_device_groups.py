@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
 from pipollux_hybrid.job.context import context
-from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
@@ -82,7 +81,8 @@ def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> No
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
-@pytest.mark.parametrize("processes", first(1, ["1", "2"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
     make_job: MakeJob, processes: str
 ) -> None:

@@ -43,8 +43,8 @@ def run(make_job: MakeJob, before: int, **settings: str) -> DyingJob:
     return job
 
 
-@pytest.mark.usual_over_stand_in(alone=True)  # the test of restarts is over gloo
-@pytest.mark.parametrize("schedule", first(1, ["1f1b", "gpipe", "interleaved"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 @pytest.mark.parametrize(
     "point",
     first(

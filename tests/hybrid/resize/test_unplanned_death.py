@@ -101,6 +101,7 @@ def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator
             pass
 
 
+@pytest.mark.usual_over_stand_in(alone=True)  # the test of restarts is over gloo
 @pytest.mark.parametrize("point", first(1, ["backward", "forward", "between", "step", "after"]))
 @pytest.mark.parametrize("who", first(1, ["0 of 3", "1 of 2", "0 of 2", "2 of 3"]))
 def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, point: str) -> None:
@@ -119,7 +120,8 @@ def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, po
     assert step + 1 == changes[1][0]
 
 
-@pytest.mark.parametrize("dies", first(1, ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dies", ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"])
 def test_two_of_three_die(make_job: MakeJob, dies: str) -> None:
     job = make_job(DIES=dies, EPOCHS="1")
     job.begin(3)
@@ -218,7 +220,14 @@ def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> N
             marks=pytest.mark.exhaustive,
         ),
         ("clamps", "forward", "the script has changed parameters in the step that is void"),
-        ("sharded", "forward", r"each replica held the optimizer's state of its own parameters"),
+        pytest.param(
+            *(
+                "sharded",
+                "forward",
+                "each replica held the optimizer's state of its own parameters",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             *("sharded", "step", r"each replica held the optimizer's state of its own parameters"),
             marks=pytest.mark.exhaustive,

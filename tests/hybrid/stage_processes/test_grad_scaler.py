@@ -196,9 +196,9 @@ def test_all_processes_skip_the_steps_of_the_plain_loop(
     check(run_stages(train, 2, 2, clips, local, schedule, 2), plain(clips))
 
 
-@pytest.mark.parametrize(
-    ("clips", "local"), first_points(1, [(True, 2), (False, 4), (True, 4), (False, 2)])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("local", [4, 2])
 def test_the_single_process_pipeline_skips_them_too(clips: bool, local: int) -> None:
     found = run_replicas(train, 2, clips, local, None, 2)
     check([[one] for one in found], plain(clips))

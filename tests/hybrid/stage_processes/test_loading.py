@@ -178,7 +178,7 @@ def job(kind: str, per_stage: bool, workers: int, accum_steps: int) -> Outcome:
     ("kind", "num_replicas", "workers", "accum_steps"),
     [
         ("drawing padded", 1, 1, 1),
-        ("drawing dicts stream", 1, 0, 0),
+        pytest.param("drawing dicts stream", 1, 0, 0, marks=pytest.mark.exhaustive),
         pytest.param("drawing padded", 1, 0, 0, marks=pytest.mark.exhaustive),
         pytest.param("drawing", 1, 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing padded dicts", 1, 0, 1, marks=pytest.mark.exhaustive),
