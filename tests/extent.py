@@ -77,8 +77,7 @@ def turns(*axes: Sequence[Any]) -> list[Any]:
     Those that are not needed to have each value of each axis, in turn with those of the others, are
     marked exhaustive.
     """
-    longest = max(map(len, axes))
-    usual = {tuple(number % len(axis) for axis in axes) for number in range(longest)}
+    usual = set(each(*(range(len(axis)) for axis in axes)))
     return [
         pytest.param(
             *(axis[index] for axis, index in zip(axes, point, strict=True)),
@@ -86,6 +85,12 @@ def turns(*axes: Sequence[Any]) -> list[Any]:
         )
         for point in itertools.product(*(range(len(axis)) for axis in axes))
     ]
+
+
+def each(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return as few points of a grid as have each value of each axis, in turn with the others'."""
+    longest = max(map(len, axes))
+    return [tuple(axis[number % len(axis)] for axis in axes) for number in range(longest)]
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -98,6 +103,14 @@ def first(usual: int, values: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(value, marks=() if number < usual else pytest.mark.exhaustive)
         for number, value in enumerate(values)
+    ]
+
+
+def first_points(usual: int, points: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return points for `parametrize` of several names, like :func:`first`."""
+    return [
+        pytest.param(*point, marks=() if number < usual else pytest.mark.exhaustive)
+        for number, point in enumerate(points)
     ]
 
 

@@ -121,7 +121,7 @@ def check(spec: Spec) -> None:
             assert_close(only(state, expected.state), expected.state, 1e-7)
 
 
-@examples(24, 300)
+@examples(12, 300)
 @given(specs())
 def test_random_models(spec: Spec) -> None:
     check(spec)

@@ -128,12 +128,11 @@ def check_all(
             assert_close(state, expected_state, 1e-12)
 
 
-@pytest.mark.parametrize("num_replicas", REPLICAS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "num_replicas"), turns(FAMILIES, REPLICAS))
 def test_gradients_are_the_plain_models(name: str, num_replicas: int) -> None:
     """Stages 1 to 4, checkpoint modes, accumulation steps 0 to 2, micro-batches 1 to 8.
 
-    For each model every pair of these is tried, on one of the numbers of replicas.
+    Every pair of these is tried on one of the numbers of replicas, with one of the models.
     """
     check_all(name, num_replicas, PAIRS[REPLICAS.index(num_replicas) :: len(REPLICAS)])
 
@@ -163,7 +162,8 @@ def long_cases() -> list[tuple[tuple[str, int], bool, str]]:
     ]
 
 
-@pytest.mark.parametrize("case", first(1, long_cases()), ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", long_cases(), ids=str)
 def test_parameters_after_50_steps_are_the_plain_models(
     case: tuple[tuple[str, int], bool, str],
 ) -> None:
@@ -201,7 +201,9 @@ def train_on_small_batches(name: str, batch_size: int, size: int, local_bsz: int
     return history, dict(module.state_dict())
 
 
-@pytest.mark.parametrize("size", [22, 17], ids=["short last batch", "last batch of one sample"])
+@pytest.mark.parametrize(
+    "size", first(1, [17, 22]), ids=["last batch of one sample", "short last batch"]
+)
 def test_replicas_without_a_sample_in_the_last_batch(size: int) -> None:
     module = make_model("mlp")
     batches = [range(i, min(i + 8, size)) for i in range(0, size, 8)]

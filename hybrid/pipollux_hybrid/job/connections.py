@@ -22,11 +22,11 @@ host may use the same local port for connections to different peers."""
 def open_connections() -> dict[str, socket.socket]:
     """Return duplicates of this process's TCP sockets by kernel name; the caller closes them."""
     found = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it was closed meanwhile
-            if not os.readlink(entry).startswith("socket:"):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            copy = os.dup(int(entry.name))
+            copy = os.dup(int(number))
             try:
                 connection = socket.socket(fileno=copy)
             except OSError:  # the descriptor was reused for a file

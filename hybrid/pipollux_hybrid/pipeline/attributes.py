@@ -123,7 +123,7 @@ class LayerAttributes:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and type(value) is Tensor and value.is_floating_point()
+    return type(value) is Tensor and value.is_floating_point()
 
 
 def _is_compiled(layer: nn.Module) -> bool:

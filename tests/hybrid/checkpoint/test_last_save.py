@@ -32,7 +32,7 @@ from pipollux_protocol.exit_statuses import CHECKPOINT_LOST
 from tests.extent import first
 from tests.hybrid.folders import saved_in
 from tests.hybrid.replicas import free_port, run_replicas
-from tests.programs import Replicas
+from tests.programs import Forked, Replicas
 
 
 @pytest.fixture
@@ -215,31 +215,43 @@ print("the script's last line", flush=True)
 """
 
 
-@pytest.mark.parametrize("launcher", first(1, ["python", "torchrun"]))
+def run_forked(script: Path, saved: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Return the exit status, and what the script wrote to either stream, in order."""
+    script.write_text(f"import os\nos.dup2(1, 2)\n{script.read_text()}")
+    with Forked(script, [str(saved)], environment) as program:
+        return program.wait(), program.output
+
+
+@pytest.mark.parametrize("launcher", first(1, ["forked", "python", "torchrun"]))
 def test_a_script_whose_last_checkpoint_is_lost(
     directory: Path, tmp_path: Path, launcher: str
 ) -> None:
-    """In a real process: the script saves its model, and the status tells; also torchrun's."""
+    """The script saves its model, and the status tells; also that of a real Python or torchrun."""
     script, saved = tmp_path / "script.py", tmp_path / "mine.pt"
     script.write_text(SCRIPT)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIPOLLUX")}
     agent = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     agent.append(f"--master-port={free_port()}")
-    done = subprocess.run(
-        [sys.executable, *(agent if launcher == "torchrun" else []), str(script), str(saved)],
-        env={**kept, "PIPOLLUX_CHECKPOINT_DIR": str(directory), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-    lines = done.stdout.splitlines()
-    assert saved.exists(), done.stdout
-    if launcher == "torchrun":
-        assert done.returncode == 1, "torchrun's own, whatever the script's was"
-        assert f"exitcode  : {CHECKPOINT_LOST}" in done.stdout
+    environment = {**kept, "PIPOLLUX_CHECKPOINT_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+    if launcher == "forked":
+        code, output = run_forked(script, saved, environment)
     else:
-        assert done.returncode == CHECKPOINT_LOST
+        done = subprocess.run(
+            [sys.executable, *(agent if launcher == "torchrun" else []), str(script), str(saved)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=150,
+        )
+        code, output = done.returncode, done.stdout
+    lines = output.splitlines()
+    assert saved.exists(), output
+    if launcher == "torchrun":
+        assert code == 1, "torchrun's own, whatever the script's was"
+        assert f"exitcode  : {CHECKPOINT_LOST}" in output
+    else:
+        assert code == CHECKPOINT_LOST
     places = [
         next(i for i, line in enumerate(lines) if words in line)
         for words in (
@@ -251,7 +263,7 @@ def test_a_script_whose_last_checkpoint_is_lost(
             f"pipollux: exit status {CHECKPOINT_LOST}",
         )
     ]
-    assert places == sorted(places), done.stdout
+    assert places == sorted(places), output
     assert not [line for line in lines[places[2] :] if line.startswith("pipollux: epoch")]
 
 

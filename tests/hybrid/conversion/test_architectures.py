@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.models import architectures, check
 from benchmarks.models.architectures import Row
+from tests.extent import first
 
 USUAL = (
-    *("gpt2", "mixtral", "mamba", "bert", "t5", "resnet", "wav2vec2"),
-    *("llama", "gemma3_text", "deberta-v2", "modernbert", "bart", "whisper", "vit", "swin"),
+    *("gpt2", "llama", "mixtral", "t5", "bert", "vit", "whisper", "resnet"),
+    *("mamba", "wav2vec2", "gemma3_text", "deberta-v2", "modernbert", "bart", "swin"),
 )
 """Decoders, encoders, both, images and sounds; experts, tied weights, statistics, no attention."""
 
@@ -45,7 +46,7 @@ def named(kind: str) -> Row:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the models
-@pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.parametrize("kind", first(8, USUAL))
 def test_layers_are_exact(kind: str) -> None:
     result = check.check(architectures.build(named(kind)))
     assert (result.result, result.detail) == ("exact", "")

@@ -421,11 +421,13 @@ def test_nothing_changes_but_the_result(net: Net, batch: Tensor) -> None:
 
 # torch.compile reads the gradients of a layer's inputs, in the plain model as well.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_layers_can_be_compiled() -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_layers_can_be_compiled(backend: str) -> None:
     model, batch = gpt2()
     layers = as_layers(model, batch)
     for number, layer in enumerate(layers):
-        layer.compile(backend="aot_eager", fullgraph=number > 0)
+        layer.compile(backend=backend, fullgraph=number > 0)
     found = layers(batch).logits
     torch.testing.assert_close(found, model(**batch).logits, rtol=1e-12, atol=1e-12)
 

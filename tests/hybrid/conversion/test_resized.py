@@ -15,7 +15,6 @@ from tests.hybrid.conversion.small_models import (
     assert_same_state,
     loss_of,
     make_model,
-    only_default,
 )
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.changing_training import samples
@@ -112,7 +111,8 @@ RESIZED = [
 ]
 
 
-@pytest.mark.parametrize("case", [only_default(case, "llama: 2 stages") for case in RESIZED])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", RESIZED)
 def test_resized_training_is_plain_training(make_job: MakeJob, case: str) -> None:
     """One replica, two replicas, then the first leaves."""
     name, stages = case.split(": ")

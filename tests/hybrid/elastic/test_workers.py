@@ -17,7 +17,8 @@ from pipollux_hybrid import AdaptiveDataLoader, remaining_epochs_until
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
-from tests.programs import Command
+from tests.extent import first_points
+from tests.programs import Command, Forked
 from tests.waiting import until
 
 SIZE = 40
@@ -149,12 +150,16 @@ for _ in pipollux.remaining_epochs_until(2):
 """
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_a_script_with_persistent_workers_ends(stops: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "stops"),
+    first_points(1, [("forked", True), ("forked", False), ("python", True), ("python", False)]),
+)
+def test_a_script_with_persistent_workers_ends(launcher: str, stops: bool, tmp_path: Path) -> None:
     """As multiprocessing waits for them, which pass over a first SIGTERM."""
     script = tmp_path / "keeping.py"
     script.write_text(KEEPING.format(samples=400_000 if stops else 16))
-    with Command([sys.executable, str(script)]) as program:
+    started = Forked(script) if launcher == "forked" else Command([sys.executable, str(script)])
+    with started as program:
         if stops:
             until(lambda: "trained" in program.output, "it trains")
             program.send_signal(signal.SIGTERM)

@@ -22,7 +22,7 @@ from pipollux_hybrid.telemetry.metrics import Metrics
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
 SIZE = 120
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):

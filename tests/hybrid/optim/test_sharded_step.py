@@ -221,7 +221,7 @@ def compare(kind: str, dtype: torch.dtype, scale: float | None) -> tuple[bool, i
     return equal, whole.state_bytes(), ours.state_bytes(), len(ours.stepped)
 
 
-@pytest.mark.parametrize("case", first(2, CASES))
+@pytest.mark.parametrize("case", first(1, CASES))
 def test_bits_are_those_of_the_undivided_optimizer(case: tuple[str, torch.dtype, int]) -> None:
     """Groups, a frozen layer, an unused one, accumulation, short batches, clipping, a schedule."""
     kind, dtype, size = case
@@ -238,9 +238,8 @@ def test_bits_are_the_same_with_every_optimizer_that_may_be_divided(kind: str) -
     assert sum(ours for _, _, ours, _ in results) == results[0][1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("adam", 2), pytest.param("sgd", 3, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("kind", "size"), [("adam", 2), ("sgd", 3)])
+@pytest.mark.exhaustive
 def test_bits_are_the_same_where_a_scaler_leaves_steps_out(kind: str, size: int) -> None:
     """The first scale is so large that gradients are infinite."""
     results = run_replicas(compare, size, kind, torch.float32, 2.0**127)

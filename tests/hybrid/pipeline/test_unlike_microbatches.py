@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipollux_hybrid import HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from tests.extent import first, pairs
+from tests.extent import each, first, first_points
 from tests.hybrid.models import assert_close, gradients, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -212,23 +212,39 @@ def check(cases: list[Case], stages: list[list[Found]]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    first(1, [pairs(*AXES), list(itertools.product(*AXES))]),
-    ids=["pairs", "all"],
+    first(1, [each(*AXES), list(itertools.product(*AXES))]),
+    ids=["few", "all"],
 )
 def test_where_each_stage_has_a_process(cases: list[tuple[str, str, str]]) -> None:
-    """Every pair of a module, a mode and a schedule."""
+    """Every module, mode and schedule."""
     tried = [Case(*case) for case in cases]
     (stages,) = run_stages(ours, 1, 2, tried)
     check(tried, stages)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_where_one_process_drives_all_stages(num_replicas: int) -> None:
-    cases = [Case(name, mode, None) for name, mode in itertools.product(MODULES, CHECKPOINTS)]
+@pytest.mark.parametrize(
+    ("num_replicas", "modes"),
+    first_points(
+        1,
+        [
+            *(
+                (2, each(list(MODULES), CHECKPOINTS)),
+                (1, list(itertools.product(MODULES, CHECKPOINTS))),
+            ),
+            (2, list(itertools.product(MODULES, CHECKPOINTS))),
+        ],
+    ),
+    ids=["few", "one replica", "two replicas"],
+)
+def test_where_one_process_drives_all_stages(
+    num_replicas: int, modes: list[tuple[str, str]]
+) -> None:
+    cases = [Case(name, mode, None) for name, mode in modes]
     for replica in run_replicas(ours, num_replicas, cases):
         check(cases, [replica])
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_stages() -> None:
     cases = [Case(name, "except_last", "1f1b") for name in MODULES]
     for replica in run_stages(ours, 2, 2, cases):

@@ -1,4 +1,4 @@
-"""The commands of docs/howto/push-pull.md, as they stand but for their ports."""
+"""The script and the commands of docs/howto/push-pull.md, as they stand but for their ports."""
 
 from __future__ import annotations
 
@@ -7,16 +7,39 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.programs import free_port
+from tests.hybrid.push_pull.jobs import servers
+from tests.programs import Forked, free_port
 from tests.waiting import until
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "push-pull.md"
 
 
+KEPT = {"layer-00000.pt", "layer-00002.pt", "ledger.json"}
+"""Files of the servers."""
+
+
+def test_the_pages_script(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    with servers(2, tmp_path / "servers") as running, ExitStack() as started:
+        told = {**os.environ, **running.environment(), "PYTHONWARNINGS": "error"}
+        replicas = [
+            started.enter_context(
+                Forked(tmp_path / "train.py", (), {**told, "PIPOLLUX_REPLICA": str(replica)})
+            )
+            for replica in range(2)
+        ]
+        for replica in replicas:
+            assert replica.wait() == 0, replica.errors
+    assert {path.name for path in (tmp_path / "servers").iterdir()} == KEPT
+
+
+@pytest.mark.exhaustive
 def test_the_pages_commands(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     commands, _ = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -41,11 +64,7 @@ def test_the_pages_commands(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         until(lambda: not _members(process.pid), "the servers have ended")
-    assert {path.name for path in (tmp_path / "servers").iterdir()} == {
-        "layer-00000.pt",
-        "layer-00002.pt",
-        "ledger.json",
-    }
+    assert {path.name for path in (tmp_path / "servers").iterdir()} == KEPT
 
 
 @pytest.mark.exhaustive

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipollux
+from tests.extent import first_points
 from tests.hybrid.push_pull.jobs import servers
 from tests.hybrid.replicas import run_replicas
 from tests.waiting import until
 
-SAMPLES, BATCH = 240, 4
+SAMPLES, BATCH = 120, 4
 OUTER = pipollux.OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 OPTIONS = {"sync_every": 3, "fragments": 2, "outer_optimizer": OUTER, "adapt_to_speed": False}
 
@@ -59,7 +60,8 @@ def train(folder: Path, stages: int, processes: int, stop: int) -> tuple[list[in
 
 
 @pytest.mark.parametrize(
-    ("after", "stages", "processes", "num_servers"), [(3, 2, 1, 1), (1, 2, 2, 3)]
+    ("after", "stages", "processes", "num_servers"),
+    first_points(1, [(1, 2, 2, 3), (3, 2, 1, 1)]),
 )
 def test_a_stopped_job_goes_on(
     after: int, stages: int, processes: int, num_servers: int, tmp_path: Path
@@ -70,7 +72,7 @@ def test_a_stopped_job_goes_on(
         run_replicas(
             train,
             2,
-            *(tmp_path, 1, 1, 40),
+            *(tmp_path, 1, 1, 20),
             environment={**running.environment(), **given},
             exit_codes=(0, 143),
         )
@@ -110,6 +112,7 @@ def count(folder: Path, epochs: int, stop: int) -> list[tuple[int, int, bool]]:
     return steps
 
 
+@pytest.mark.exhaustive
 def test_servers_files_of_different_moments(tmp_path: Path) -> None:
     """As of two servers that were killed, where an epoch had begun between their last saves."""
     early, late = tmp_path / "early", tmp_path / "late"

@@ -9,13 +9,18 @@ from tests.hybrid.resize.nccl_stand_in import STAND_IN
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests with `over` over gloo and over the stand-in for NCCL. `make test` runs over the
-    stand-in those that bear `usual_over_stand_in`: joins, leaves and deaths, of both pipelines.
+    stand-in those that bear `usual_over_stand_in`: joins and leaves where a process drives all
+    stages, and a death, with `alone=True` over nothing else.
     """
     if "over" not in metafunc.fixturenames:
         return
-    usual = metafunc.definition.get_closest_marker("usual_over_stand_in") is not None
-    marks = () if usual else pytest.mark.exhaustive
-    metafunc.parametrize("over", ["gloo", pytest.param("stand-in", marks=marks)], indirect=True)
+    usual = metafunc.definition.get_closest_marker("usual_over_stand_in")
+    alone = usual is not None and usual.kwargs.get("alone", False)
+    over = [
+        pytest.param("gloo", marks=pytest.mark.exhaustive if alone else ()),
+        pytest.param("stand-in", marks=pytest.mark.exhaustive if usual is None else ()),
+    ]
+    metafunc.parametrize("over", over, indirect=True)
 
 
 @pytest.fixture

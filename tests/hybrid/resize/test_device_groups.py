@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
 from pipollux_hybrid.job.context import context
-from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
@@ -63,24 +62,27 @@ def test_a_joining_replica_with_another_backend_is_refused(make_job: MakeJob) ->
     assert job.check() == [(1, 1)]
 
 
+@pytest.mark.exhaustive
 def test_late_news_of_a_death_abort_no_group_of_the_next_membership(make_job: MakeJob) -> None:
-    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="aborts-late")
+    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="aborts-late", EPOCHS="1")
     job.begin(3)
     job.finish()
     assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+@pytest.mark.exhaustive
 def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> None:
     """Those that are early close connections, which is not to pass for their end."""
-    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="lags-2")
+    job = make_job(DyingJob, DIES="1:7:backward", OPTIONS="lags-2", EPOCHS="1")
     job.begin(3)
     job.finish()
     assert [program.poll() for program in job.programs] == [0, -signal.SIGKILL, 0], job.errors()
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
-@pytest.mark.parametrize("processes", first(1, ["1", "2"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
     make_job: MakeJob, processes: str
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
     job.programs.clear()
 
 
+@pytest.mark.exhaustive
 def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
     """The stand-in would show nothing, if a product without the wait trained as well."""
     cases = {"BACKEND": "gloo"}, {}, {"MUTANT": "no host wait"}

@@ -80,7 +80,7 @@ def make(tmp_path: Path, repository: Path, **settings: str) -> FaultyJob:
         CHANGES="5",
         PIPOLLUX_CHECKPOINT_DIR=checkpoints,
         PIPOLLUX_CHECKPOINT_INTERVAL="0.2",
-        **settings,
+        **{"EPOCHS": "2", **settings},
     )
 
 

@@ -43,6 +43,7 @@ def test_a_joining_replica_reads_the_totals_that_the_job_has_read(
     assert ours == {epoch: theirs[epoch] for epoch in ours}
 
 
+@pytest.mark.exhaustive
 def test_a_rendezvous_that_disappears_is_made_again(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_rendezvous_that_disappears_is_made_again(
     assert (tmp_path / "seen-1.json").exists(), "they have trained together"
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_began_while_the_rendezvous_was_gone_ends(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -43,8 +43,8 @@ def run(make_job: MakeJob, before: int, **settings: str) -> DyingJob:
     return job
 
 
-@pytest.mark.usual_over_stand_in
-@pytest.mark.parametrize("schedule", first(1, ["1f1b", "gpipe", "interleaved"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 @pytest.mark.parametrize(
     "point",
     first(
@@ -105,6 +105,7 @@ def test_one_of_three_stages_dies(make_job: MakeJob, process: str, point: str) -
 
 
 CASES = [
+    "1.0 of 2, 1f1b, tied, indices, clips,scaler",
     "0.1 of 3, 1f1b, tied, indices, clips,scaler",
     "1.0 of 2, 1f1b, drifting, accumulation, clips,scaler",
     "2.1 of 3, gpipe, tied, text, ",
@@ -147,7 +148,8 @@ def test_those_to_whom_a_step_came_through_win(make_job: MakeJob, kind: str) -> 
     assert job.check_done() == [(1, 3), (9, 2)], job.errors()
 
 
-@pytest.mark.parametrize("process", first(1, ["1.0", "1.1"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("process", ["1.0", "1.1"])
 def test_what_came_to_one_process_of_a_replica_has_come_to_all(
     make_job: MakeJob, process: str
 ) -> None:

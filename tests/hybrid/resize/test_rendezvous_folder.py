@@ -148,6 +148,17 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+LISTED = "a  replica 0\nb  replica 1\nc  waits to join, on host\n"
+
+
+@pytest.mark.exhaustive
+def test_the_command_is_that_of_the_module(tmp_path: Path) -> None:
+    rendezvous = RendezvousFolder(tmp_path)
+    rendezvous.post(BULLETIN)
+    rendezvous.apply(JoiningReplica("c", "host", waiting_to_join=True))
+    assert command(str(tmp_path)).stdout == LISTED
+
+
 def test_the_command_lists_replicas_and_has_them_leave(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,8 +167,8 @@ def test_the_command_lists_replicas_and_has_them_leave(
     assert capsys.readouterr().err == f"no job runs in {tmp_path}\n"
     rendezvous.post(BULLETIN)
     rendezvous.apply(JoiningReplica("c", "host", waiting_to_join=True))
-    found = command(folder)
-    assert found.stdout == "a  replica 0\nb  replica 1\nc  waits to join, on host\n"
+    assert main([folder]) == 0
+    assert capsys.readouterr().out == LISTED
     assert main([folder, "leave", "b"]) == 0
     assert rendezvous.leavers() == {"b"}
     assert main([folder, "leave", "z"]) == 2

@@ -38,7 +38,7 @@ def test_replicas_join_and_leave_and_every_sample_is_taken_once(
     make_job: MakeJob, kind: str
 ) -> None:
     """From one to three; then replica 0 leaves, and so does its successor; another one comes."""
-    job = make_job(DATA=kind, CHANGES="5,9,13,17,21")
+    job = make_job(DATA=kind, CHANGES="5,9,13,17,21", EPOCHS="2")
     job.begin(1)
     job.wait_until_at(5)
     job.add()
@@ -63,7 +63,8 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, kind: str, stages: str, replicas: str
 ) -> None:
     before, after = map(int, replicas.split(" to "))
-    resized = make_job(DATA=kind, STAGES=stages, CHANGES="5")
+    settings = {"DATA": kind, "STAGES": stages, "EPOCHS": "2"}
+    resized = make_job(CHANGES="5", **settings)
     resized.begin(before)
     resized.wait_until_at(5)
     if after > before:
@@ -74,7 +75,7 @@ def test_a_change_is_what_a_restart_would_be_to_the_last_bit(
     assert resized.check() == [(1, before), (8, after)]
 
     checkpoints = {"PIPOLLUX_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
-    restarted = make_job(DATA=kind, STAGES=stages, PIPOLLUX_RENDEZVOUS="", **checkpoints)
+    restarted = make_job(PIPOLLUX_RENDEZVOUS="", **checkpoints, **settings)
     restarted.stop_at(5, before)
     restarted.begin(after)
     restarted.wait()
@@ -140,7 +141,7 @@ def test_a_joining_replica_that_dies_when_all_have_met_is_left_out(
 
 
 def test_a_joining_replica_that_runs_another_script_is_refused(make_job: MakeJob) -> None:
-    job = make_job(CHANGES="5")
+    job = make_job(CHANGES="5", EPOCHS="1")
     (job.results / "hold-12").touch()
     job.begin(1)
     job.wait_until_at(5)
@@ -183,7 +184,7 @@ def test_nobody_joins_where_batches_cannot_be_cut_for_so_many(make_job: MakeJob)
 @pytest.mark.parametrize("kind", first(1, ["bound", "shrinking"]))
 def test_a_state_that_cannot_be_taken_over_keeps_joining_out(make_job: MakeJob, kind: str) -> None:
     changes = "4" if kind == "shrinking" else ""
-    job = make_job(DATA=kind, CHANGES=changes)
+    job = make_job(DATA=kind, CHANGES=changes, EPOCHS="1")
     (job.results / "hold-4").touch()
     job.begin(2)
     job.wait_for(lambda: (job.results / "reached-4-0").exists(), "step 4")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.extent import first
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.test_resizes import MakeJob, make_job
 from tests.programs import Forked
@@ -31,7 +30,6 @@ def end_without(job: ChangingJob, gone: list[Forked]) -> None:
     job.wait()
 
 
-@pytest.mark.usual_over_stand_in
 def test_a_replica_joins_and_the_first_one_leaves(make_job: MakeJob) -> None:
     """With both processes, each of which loads its part. A skip connection goes over both."""
     settings = {"DATA": "per-stage", "LAYERS": "skips", **STAGES, "EPOCHS": "1"}
@@ -167,7 +165,8 @@ def test_a_joining_replica_that_dies_when_all_have_met_is_left_out(
     assert job.check() == [(1, replicas)]
 
 
-@pytest.mark.parametrize("ours", first(1, ["2", "1"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ours", ["2", "1"])
 def test_a_joining_replica_with_another_number_of_processes_is_refused(
     make_job: MakeJob, ours: str
 ) -> None:

@@ -101,12 +101,12 @@ def make_job(tmp_path: Path, repository: Path, over: dict[str, str]) -> Iterator
             pass
 
 
-@pytest.mark.usual_over_stand_in
+@pytest.mark.usual_over_stand_in(alone=True)  # the test of restarts is over gloo
 @pytest.mark.parametrize("point", first(1, ["backward", "forward", "between", "step", "after"]))
 @pytest.mark.parametrize("who", first(1, ["0 of 3", "1 of 2", "0 of 2", "2 of 3"]))
 def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, point: str) -> None:
     rank, before = map(int, who.split(" of "))
-    job = make_job(DIES=f"{rank}:7:{point}")
+    job = make_job(DIES=f"{rank}:7:{point}", EPOCHS="1")
     job.begin(before)
     job.finish()
     codes = [program.poll() for program in job.programs]
@@ -120,9 +120,10 @@ def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, po
     assert step + 1 == changes[1][0]
 
 
-@pytest.mark.parametrize("dies", first(1, ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dies", ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"])
 def test_two_of_three_die(make_job: MakeJob, dies: str) -> None:
-    job = make_job(DIES=dies)
+    job = make_job(DIES=dies, EPOCHS="1")
     job.begin(3)
     job.finish()
     assert job.check_done()[-1][1] == 1
@@ -144,7 +145,7 @@ def test_a_death_is_what_a_restart_of_those_left_would_be_to_the_last_bit(
     make_job: MakeJob, tmp_path: Path, kind: str, stages: str, who: str
 ) -> None:
     rank, before = map(int, who.split(" of "))
-    settings = {"DATA": kind, "STAGES": stages, "OPTIONS": "scaler"}
+    settings = {"DATA": kind, "STAGES": stages, "OPTIONS": "scaler", "EPOCHS": "2"}
     resized = make_job(**settings, DIES=f"{rank}:7:forward")
     resized.begin(before)
     resized.finish()
@@ -185,7 +186,7 @@ def test_those_to_whom_the_last_step_of_a_loop_came_through_wait_for_the_others(
 
 @pytest.mark.parametrize("point", first(1, ["evaluation", "outside"]))
 def test_one_dies_outside_of_training(make_job: MakeJob, point: str) -> None:
-    job = make_job(DIES=f"1:18:{point}")
+    job = make_job(DIES=f"1:18:{point}", EPOCHS="2")
     job.begin(3)
     job.finish()
     assert job.check_done() == [(1, 3), (19, 2)], job.errors()
@@ -214,9 +215,19 @@ def test_another_one_dies_while_those_that_are_left_meet(make_job: MakeJob) -> N
 @pytest.mark.parametrize(
     ("option", "point", "why"),
     [
-        ("accumulates", "forward", "an Accumulator holds amounts that were not synchronized"),
+        pytest.param(
+            *("accumulates", "forward", "an Accumulator holds amounts that were not synchronized"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("clamps", "forward", "the script has changed parameters in the step that is void"),
-        ("sharded", "forward", r"each replica held the optimizer's state of its own parameters"),
+        pytest.param(
+            *(
+                "sharded",
+                "forward",
+                "each replica held the optimizer's state of its own parameters",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             *("sharded", "step", r"each replica held the optimizer's state of its own parameters"),
             marks=pytest.mark.exhaustive,
@@ -235,6 +246,7 @@ def test_what_cannot_be_had_again_ends_the_job_and_says_why(
     job.programs.clear()
 
 
+@pytest.mark.exhaustive
 def test_a_collective_that_cannot_end_delays_nobody(make_job: MakeJob) -> None:
     """Groups close when their collectives have ended, here after the timeout of 600 s."""
     job = make_job(DIES="1:7:forward", OPTIONS="accumulates,waits", PIPOLLUX_TIMEOUT="600")

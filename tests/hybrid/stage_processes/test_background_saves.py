@@ -122,8 +122,8 @@ def found_by_the_next_run(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("victim", "chunk", "operation"),
     [
-        (0, 3, None),
         (1, CHUNKS - 1, None),
+        pytest.param(0, 3, None, marks=pytest.mark.exhaustive),
         *(
             pytest.param(victim, None, operation, marks=pytest.mark.exhaustive)
             for victim, operation in itertools.product((0, 1), range(12))

@@ -177,9 +177,10 @@ def job(kind: str, per_stage: bool, workers: int, accum_steps: int) -> Outcome:
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "workers", "accum_steps"),
     [
-        ("drawing padded", 1, 0, 0),
-        ("drawing", 1, 2, 1),
-        ("drawing dicts stream", 1, 0, 0),
+        ("drawing padded", 1, 1, 1),
+        pytest.param("drawing dicts stream", 1, 0, 0, marks=pytest.mark.exhaustive),
+        pytest.param("drawing padded", 1, 0, 0, marks=pytest.mark.exhaustive),
+        pytest.param("drawing", 1, 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing padded dicts", 1, 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing", 2, 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("padded", 2, 2, 0, marks=pytest.mark.exhaustive),
@@ -375,13 +376,13 @@ def batches_that_cannot_be_sent() -> None:
 
 FIRST_STAGE, BETWEEN, LAST_STAGE = range(STAGES)
 REFUSED: list[Any] = [
+    (targets_that_draw, LAST_STAGE, "the targets draw random numbers"),
     pytest.param(
-        targets_that_draw,
+        targets_that_draw_in_workers,
         LAST_STAGE,
         "the targets draw random numbers",
         marks=pytest.mark.exhaustive,
     ),
-    (targets_that_draw_in_workers, LAST_STAGE, "the targets draw random numbers"),
     pytest.param(
         collate_that_draws,
         LAST_STAGE,
@@ -405,7 +406,12 @@ REFUSED: list[Any] = [
         "aten::randn_like needs a part of the batch",
         marks=pytest.mark.exhaustive,
     ),
-    (sums_of_both_halves, BETWEEN, "the amount of accumulator['both'] needs a part"),
+    pytest.param(
+        sums_of_both_halves,
+        BETWEEN,
+        "the amount of accumulator['both'] needs a part",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(
         batches_that_cannot_be_sent,
         FIRST_STAGE,
@@ -450,7 +456,7 @@ def loops_in_one_process() -> None:
     ("function", "sentence"),
     [
         (halves_in_other_orders, "were given different targets in the next batch"),
-        (unlike_options, "load_per_stage=True"),
+        pytest.param(unlike_options, "load_per_stage=True", marks=pytest.mark.exhaustive),
         (loops_in_one_process, "is in the next batch of an AdaptiveDataLoader"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
+from tests.extent import each, first
 from tests.hybrid.models import assert_close, gradients, make_data, make_model
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -132,9 +134,19 @@ def check(way: Way, stages: list[tuple[list[float], list[dict[str, Tensor]]]]) -
         assert_close(whole, gradient, 1e-12)
 
 
-def test_sums_and_weights_add_up_over_everything() -> None:
-    """Micro-batches, accumulation steps and replicas, in every schedule."""
-    ways = [Way("ignoring", "1f1b"), Way("weighing", "gpipe", 1), Way("ignoring", "interleaved", 2)]
+@pytest.mark.parametrize(
+    "ways",
+    first(
+        1,
+        [
+            [Way("weighing", "1f1b", 1), Way("ignoring", "interleaved", 2)],
+            [Way("ignoring", "1f1b"), Way("weighing", "gpipe", 1)],
+        ],
+    ),
+    ids=["accumulation", "all schedules"],
+)
+def test_sums_and_weights_add_up_over_everything(ways: list[Way]) -> None:
+    """Micro-batches, accumulation steps and replicas."""
     for replica in run_stages(all_ways, 2, 2, ways):
         for number, way in enumerate(ways):
             check(way, [stage[number] for stage in replica])
@@ -150,13 +162,17 @@ def test_sums_and_weights_where_one_process_drives_all_stages() -> None:
         check(way, [alone[number]])
 
 
-def test_a_loss_over_the_whole_batch() -> None:
+LOSSES, SCHEDULES = ("contrasting", "ignoring"), ("1f1b", "gpipe", "interleaved")
+
+
+@pytest.mark.parametrize(
+    "points",
+    first(1, [each(LOSSES, SCHEDULES), list(itertools.product(LOSSES, SCHEDULES))]),
+    ids=["few", "all"],
+)
+def test_a_loss_over_the_whole_batch(points: list[tuple[str, str]]) -> None:
     """With every schedule, also one that would begin backwards earlier."""
-    ways = [
-        Way(loss, schedule, 0, "batch")
-        for loss in ("contrasting", "ignoring")
-        for schedule in ("1f1b", "gpipe", "interleaved")
-    ]
+    ways = [Way(loss, schedule, 0, "batch") for loss, schedule in points]
     (stages,) = run_stages(all_ways, 1, 2, ways)
     for number, way in enumerate(ways):
         check(way, [stage[number] for stage in stages])
@@ -198,6 +214,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+OFTEN = "ignoring", "contrasting", "penalty"
+
+
 def refusals(names: list[str], scope: str | None) -> list[str]:
     init_process_group("gloo", timeout=60.0)
     found = []
@@ -216,7 +235,7 @@ def refusals(names: list[str], scope: str | None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.parametrize("name", first(3, sorted(REFUSED, key=OFTEN.__contains__, reverse=True)))
 def test_what_is_refused_where_each_stage_has_a_process(name: str) -> None:
     ((first, last),) = run_stages(refusals, 1, 2, [name], None)
     assert REFUSED[name][1] in last[0]

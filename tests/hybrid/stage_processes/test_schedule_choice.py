@@ -28,6 +28,7 @@ from pipollux_hybrid.job.link_probe import measure_link
 from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_perfmodel import Schedule
+from tests.extent import first_points
 from tests.hybrid.models import assert_close
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -182,18 +183,19 @@ def test_the_choice_keeps_to_what_is_known_and_worth_it(
     assert second[0].schedule == chosen
 
 
-def test_memory_that_interleaved_stages_lack(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("room", "chosen"), first_points(1, [(4.5, "1f1b"), (16.0, "interleaved")])
+)
+def test_memory_that_interleaved_stages_lack(tmp_path: Path, room: float, chosen: str) -> None:
     """The first stage holds 5 quarters of 1F1B's activations, and both the same parameters."""
     # Gradients, a copy of them and AdamW's two, of two layers.
     state = (WIDTH * WIDTH + WIDTH) * 4 * (3 + 2) * 2
     activations = BATCH_SIZE // 4 * WIDTH * 4  # of a layer and a micro-batch
-    for room, chosen in ((16.0, "interleaved"), (4.5, "1f1b")):
-        options = {"num_microbatches": 4, "memory_limit": state + room * activations}
-        runs = [("auto", SEEN, options)] * 2
-        *_, second = attempts(tmp_path / chosen, *runs)
-        said = second[0].said
-        assert second[0].schedule == chosen, said
-        assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
+    options = {"num_microbatches": 4, "memory_limit": state + room * activations}
+    *_, second = attempts(tmp_path, *[("auto", SEEN, options)] * 2)
+    said = second[0].said
+    assert second[0].schedule == chosen, said
+    assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.pipeline.engine import cut_stages
 from pipollux_hybrid.pipeline.skip import connections_of
-from tests.extent import pairs
+from tests.extent import each
 from tests.hybrid.models import (
     assert_close,
     freeze_statistics,
@@ -291,7 +291,7 @@ def plainly(name: str) -> Trained:
 
 
 AXES = tuple(MODELS), SCHEDULES, MODES, (0, 1)
-CASES = [Case(*case) for case in pairs(*AXES)]
+CASES = [Case(*case) for case in each(*AXES)]
 ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 

@@ -102,13 +102,15 @@ def plain(job: Job) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Ten
     return history, norms, dict(module.state_dict())
 
 
-def check(num_replicas: int, job: Job, **options: Any) -> None:
+def check(num_replicas: int, job: Job, **options: Any) -> list[Outcome]:
     history, norms, state = plain(job)
-    for ours in per_stage(num_replicas, job, **options):
+    found = per_stage(num_replicas, job, **options)
+    for ours in found:
         assert ours.norms == pytest.approx(norms, rel=1e-12)
-        for found, expected in zip(ours.gradients, history, strict=True):
-            assert_close(found, expected, 1e-12)
+        for gradients, expected in zip(ours.gradients, history, strict=True):
+            assert_close(gradients, expected, 1e-12)
         assert_close(ours.state, state, 1e-12)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,8 @@ def check(num_replicas: int, job: Job, **options: Any) -> None:
     [
         ("ends", 2, "1f1b", 1, True),
         ("three stages", 1, "gpipe", 1, False),
-        ("two of a stage", 2, "gpipe", 0, True),
-        ("ends of four", 1, "interleaved", 0, True),
+        pytest.param("two of a stage", 2, "gpipe", 0, True, marks=pytest.mark.exhaustive),
+        pytest.param("ends of four", 1, "interleaved", 0, True, marks=pytest.mark.exhaustive),
         pytest.param("ends of four", 2, "interleaved", 1, False, marks=pytest.mark.exhaustive),
         *(
             pytest.param(*point, marks=pytest.mark.exhaustive)
@@ -141,8 +143,7 @@ def test_checkpoint_modes(checkpoint: str) -> None:
 
 def test_frozen_copies_stay_as_they_are() -> None:
     job = Job("language", [2, 3], frozen=True)
-    check(1, job)
-    (ours,) = per_stage(1, job)
+    (ours,) = check(1, job)
     torch.testing.assert_close(ours.state["4.weight"], make("language")[0].weight.detach())
 
 
@@ -172,8 +173,8 @@ def test_the_same_as_with_the_other_engine(num_replicas: int, job: Job) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([1, 1, 3], [4, 1]),
         ([2, 3], None),
+        pytest.param([1, 1, 3], [4, 1], marks=pytest.mark.exhaustive),
         pytest.param(None, [1, 3, 1], marks=pytest.mark.exhaustive),
         pytest.param([4, 1], [1, 1, 1, 2], marks=pytest.mark.exhaustive),
     ],

@@ -63,7 +63,7 @@ def check_alike(ours: list[Outcome], theirs: list[Outcome], tolerance: float = 1
     ("num_replicas", "accum_steps", "schedule"),
     [
         (2, 1, "1f1b"),
-        (1, 0, "gpipe"),
+        pytest.param(1, 0, "gpipe", marks=pytest.mark.exhaustive),
         pytest.param(1, 1, "1f1b", marks=pytest.mark.exhaustive),
         pytest.param(2, 1, "interleaved", marks=pytest.mark.exhaustive),
         pytest.param(2, 0, "gpipe", marks=pytest.mark.exhaustive),
@@ -129,6 +129,7 @@ def fitted_job(schedule: str) -> tuple[str, int, int, list[int]]:
     return params.schedule, params.num_stages, params.chunks_per_stage, kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("schedule", "several"), [("1f1b", 1), ("interleaved", 2)])
 def test_the_performance_model_knows_the_schedule(schedule: str, several: int) -> None:
     """And takes nothing for its own that the other engine, or another schedule, has measured."""

@@ -148,7 +148,7 @@ def test_two_replicas_without_recomputation(loop: Callable[..., None]) -> None:
     check(loop, "never", 2)
 
 
-@pytest.mark.parametrize("loop", [one_after_the_other, all_in_one, in_eval_mode])
+@pytest.mark.parametrize("loop", first(1, [one_after_the_other, all_in_one, in_eval_mode]))
 def test_one_replica(loop: Callable[..., None]) -> None:
     check(loop, "except_last", 1)
 

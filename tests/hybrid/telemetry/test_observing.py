@@ -87,6 +87,7 @@ def test_only_what_the_scheduler_knows_is_sent() -> None:
 
 # --- progress ------------------------------------------------------------------------------------
 
+EPOCHS = 12
 SCRIPT = """
 import sys, torch, pipollux_hybrid as pipollux
 from torch import nn
@@ -96,7 +97,7 @@ module = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
 optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
 loader = pipollux.AdaptiveDataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8)
 model = pipollux.HybridParallel(module, optimizer, num_stages=2, num_microbatches=2)
-for epoch in pipollux.remaining_epochs_until(40):
+for epoch in pipollux.remaining_epochs_until(EPOCHS):
     for (inputs,) in loader:
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
@@ -104,7 +105,7 @@ for epoch in pipollux.remaining_epochs_until(40):
         optimizer.step()
         pipollux.report(loss=loss)
     print(f"the script's own line {epoch}")
-"""
+""".replace("EPOCHS", str(EPOCHS))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -122,12 +123,16 @@ def script(tmp_path: Path) -> Path:
 def test_in_a_pipe_there_are_lines(script: Path) -> None:
     with Forked(script, environment=environment()) as done:
         assert done.wait() == 0, done.errors
-        assert done.output.splitlines() == [f"the script's own line {epoch}" for epoch in range(40)]
+        assert done.output.splitlines() == [
+            f"the script's own line {epoch}" for epoch in range(EPOCHS)
+        ]
         lines = [line for line in done.errors.splitlines() if line.startswith("pipollux: epoch")]
         assert lines
         assert "\x1b" not in done.errors
         assert re.search(
-            r"epoch 39/40 100% step 320 loss 0\.\d+ batch size 8 throughput \d+", lines[-1]
+            rf"epoch {EPOCHS - 1}/{EPOCHS} 100% step {8 * EPOCHS} loss \d\.\d+ batch size 8 "
+            r"throughput \d+",
+            lines[-1],
         )
 
 
@@ -155,7 +160,7 @@ def test_on_a_terminal_there_is_a_bar_and_prints_stay_whole() -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     own = [line for line in lines if line.startswith("the script's own line")]
-    assert own == [f"the script's own line {epoch}" for epoch in range(40)]
+    assert own == [f"the script's own line {epoch}" for epoch in range(EPOCHS)]
     bars = [line for line in lines if "samples/s" in line]
     assert any("━" in line and "batch 8 × R=1 (M=2)" in line for line in bars), lines[-5:]
     assert "64/64" in bars[-1]
