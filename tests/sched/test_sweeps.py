@@ -106,6 +106,7 @@ def test_a_search_goes_on_with_another_scheduler(directory: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_hopeless_trial_frees_its_slots(directory: Path, tmp_path: Path) -> None:
     sweep = {
         "list": [*[{"lr": 0.01}] * 5, {"lr": 0.9}, {"lr": 0.01}],
@@ -128,6 +129,7 @@ def test_a_hopeless_trial_frees_its_slots(directory: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_sweep_is_suspended_cancelled_and_run_again(directory: Path, tmp_path: Path) -> None:
     hold = tmp_path / "go"
     sweep = {"list": [{"lr": 0.01}, {"lr": 0.9}, {"lr": 0.8}], "metric": "error"}
