@@ -201,7 +201,8 @@ def test_a_job_that_is_left_while_it_is_read(state_dir: StateDir) -> None:
 def details(app: TopApp) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(app.screen.query_one("#details", Static).content)
+        for found in app.screen.query("#details").results(Static):  # none at first
+            console.print(found.content)
     return capture.get()
 
 
