@@ -136,7 +136,7 @@ class Environment:
         )
 
 
-@pytest.mark.parametrize("extra", first(2, ["", "sched", "all"]))
+@pytest.mark.parametrize("extra", first(1, ["", "sched", "all"]))
 def test_what_each_installation_can_do(
     wheel: Path, unpacked: Path, extra: str, tmp_path: Path
 ) -> None:
