@@ -88,6 +88,7 @@ def _most_at_once(scheduler: Scheduler) -> int:
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_search_goes_on_with_another_scheduler(directory: Path, tmp_path: Path) -> None:
     """A hopeless trial, which would never end, is pruned: by the second scheduler."""
     ranges = {"lr": {"low": 0.005, "high": 0.02, "log": True}}
