@@ -306,6 +306,7 @@ def test_a_long_job_beside_a_stream_of_short_ones_is_hardly_late(
 
 
 @pytest.mark.parametrize("gap", first(1, [420.0, 340.0, 380.0, 360.0, 400.0, 440.0]))
+@pytest.mark.exhaustive
 def test_a_long_job_and_a_stream_are_in_time_where_decided_as_by_a_scheduler(gap: float) -> None:
     """Told how long jobs are, and asked whenever one comes or completes."""
     assert worst(None, "exact", gap, decides_at="changes") > 1.7
@@ -319,6 +320,7 @@ LIKELY = [
 
 
 @pytest.mark.parametrize("stream", first(1, LIKELY), ids=str)
+@pytest.mark.exhaustive
 def test_a_long_job_of_likely_length_is_not_much_later(stream: tuple[float, float | None]) -> None:
     """What is likely for it, the only one of its kind, is far too long most of the time."""
     gap, rank_power = stream

@@ -82,6 +82,7 @@ def test_pictures_are_drawn(tab: Visit, report: Path) -> None:
 
 
 @pytest.mark.parametrize("width", first(1, [400, 1400]))
+@pytest.mark.exhaustive
 def test_nothing_is_wider_than_the_window(browser: Browser, report: Path, width: int) -> None:
     size = {"width": width, "height": 900}
     with visit(browser, "", viewport=size, color_scheme="dark") as tab:
