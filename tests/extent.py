@@ -100,9 +100,14 @@ def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def first(usual: int, values: Sequence[Any]) -> list[Any]:
     """Return values for `parametrize`; those after the first few are marked exhaustive."""
+    return first_points(usual, [(value,) for value in values])
+
+
+def first_points(usual: int, points: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return points for `parametrize` with several names, as `first` does values."""
     return [
-        pytest.param(value, marks=() if number < usual else pytest.mark.exhaustive)
-        for number, value in enumerate(values)
+        pytest.param(*point, marks=() if number < usual else pytest.mark.exhaustive)
+        for number, point in enumerate(points)
     ]
 
 

@@ -24,6 +24,8 @@ nodes:
   - {name: node-a, slots: 2, kind: cpu}
   - {name: node-b, slots: 2, kind: cpu}
 """
+NO_FORECASTS = ("--forecasts", "0")
+"""Their process takes seconds to start, which tests do not wait for."""
 JOBS = f"""
 jobs:
   - {{name: short, script: {TOY}, args: [--steps, "5"]}}
@@ -68,7 +70,7 @@ class Cli:
         """Start a scheduler, and return when it answers `at` a URL that begins so."""
         file = ["--cluster", cluster] if cluster else []
         serving = serving if cluster else "Serving 1 node with"
-        command = ["serve", *file, *args]
+        command = ["serve", *file, *([] if "--forecasts" in args else NO_FORECASTS), *args]
         server = Forked(self.program, command, self.environment, self.folder)
         self.servers.append(server)
 

@@ -20,11 +20,17 @@ from .kept import Clock, kept
 from .runner import PIPOLLUX
 
 
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state directory, which completion only reads."""
+    folder = tmp_path_factory.mktemp("completion") / "state"
+    with kept(folder, Clock(time.time() - 120)):
+        yield folder
+
+
 @pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(tmp_path / "state"))
-    with kept(tmp_path / "state", Clock(time.time() - 120)):
-        yield tmp_path / "state"
+def environment(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(state))
 
 
 def offered(

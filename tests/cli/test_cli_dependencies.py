@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from .runner import LIGHT, TOY, Cli, one_sentence, wait_until
 
 
@@ -13,6 +15,7 @@ def jobs_file(cli: Cli, name: str, *lines: str) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_waits_for_others(cli: Cli) -> None:
     cli.program = LIGHT
     cli.serve()

@@ -51,6 +51,7 @@ def test_drain_waits_no_longer_than_a_start_may_take(silent: Cli) -> None:
     assert "It ran for 4 s (start_timeout) and reported no" in said
 
 
+@pytest.mark.exhaustive
 def test_a_team_gets_its_quota_back_from_a_script_that_takes_no_step(silent: Cli) -> None:
     (silent.folder / "teams.yaml").write_text(TEAMS)
     silent.serve("--grace", "2", "--teams", "teams.yaml")

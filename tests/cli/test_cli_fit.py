@@ -77,6 +77,7 @@ def test_exact_measurements_give_back_the_job(both: dict[str, Any]) -> None:
         assert one["outliers"] == []
 
 
+@pytest.mark.exhaustive
 def test_each_number_of_stages_is_fitted_by_itself(
     tmp_path: Path, one_stage: dict[str, Any], both: dict[str, Any]
 ) -> None:
@@ -87,6 +88,7 @@ def test_each_number_of_stages_is_fitted_by_itself(
     assert fitted(one_stage, 1) == fitted(both, 1) == fitted(mixed, 1)
 
 
+@pytest.mark.exhaustive
 def test_the_file_is_what_is_printed_and_twice_the_same(tmp_path: Path, repository: Path) -> None:
     example = repository / "examples" / "measurements.jsonl"
     files = {}
@@ -137,6 +139,7 @@ def test_what_was_not_measured_is_called_assumed_with_a_reason(tmp_path: Path) -
         assert line.split("│")[4].strip().startswith(start)
 
 
+@pytest.mark.exhaustive
 def test_stages_that_were_not_timed_are_called_assumed(tmp_path: Path) -> None:
     rows = [
         {key: row[key] for key in row if key not in ("forward", "backward")}
@@ -156,6 +159,7 @@ def test_an_outlier_is_named_with_file_and_line(tmp_path: Path) -> None:
     assert "m.jsonl:8 " in pipollux("fit", "m.jsonl", cwd=tmp_path).stdout
 
 
+@pytest.mark.exhaustive
 def test_duplicate_rows_are_fine(tmp_path: Path, one_stage: dict[str, Any]) -> None:
     twice = fit_to(measured(tmp_path, 2 * lines(exact_rows(ONE_STAGE))))
     assert twice["fit"]["num_rows"] == 2 * one_stage["fit"]["num_rows"]
@@ -163,6 +167,7 @@ def test_duplicate_rows_are_fine(tmp_path: Path, one_stage: dict[str, Any]) -> N
     assert fitted(twice, 1)[:7] == pytest.approx(fitted(one_stage, 1)[:7], rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_standard_input_will_do(one_stage: dict[str, Any]) -> None:
     done = pipollux("fit", "-", "--output", "json", stdin=lines(exact_rows(ONE_STAGE)))
     assert done.returncode == 0, done.stderr

@@ -46,30 +46,40 @@ def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:
     after = [words for words in asked if words[0] != "submit"]
     assert len(before) == 2
     assert {words[0] for words in after} == {"jobs", "describe", "explain", "plan"}
-    cli.serve("--forecasts", "1", "--policy", "fifo")
+    cli.serve(*small[1:], "--policy", "fifo")
 
-    told, in_json = (cli(*words) for words in before)
-    assert told.returncode == in_json.returncode == 0, told.stderr + in_json.stderr
+    told = cli(*before[0])
+    assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("char-lm-8: would start now, and end between ")
-    [found] = json.loads(in_json.stdout)
-    assert found["start"]["low"] == found["start"]["high"]
-    assert found["made_at"] < found["end"]["low"] < found["end"]["median"] < found["end"]["high"]
     assert json.loads(cli("jobs", "--output", "json").stdout) == []
 
     assert cli("submit", "jobs.yaml").returncode == 0
     refused = cli("submit", "jobs.yaml", "--dry-run")
     assert "already exists" in one_sentence(refused, 1)
 
-    def is_forecast() -> bool:
-        [job] = json.loads(cli("jobs", "--output", "json").stdout)
-        return job["forecast"] is not None
-
-    wait_until(is_forecast)
+    with Store(cli.state_dir / "pipollux.db") as store:
+        wait_until(lambda: list_jobs(store)[0][0].forecast is not None)
+    [job] = json.loads(cli("jobs", "--output", "json").stdout)
+    assert job["forecast"] is not None
     shown = {words[0]: cli(*words).stdout for words in after}
     assert "Ends in" in shown["plan"]
     assert re.search(r"Ends +between .* and .* \(in .*\), median ", shown["describe"])
     assert re.search(r"Forecast\n +Ends: between", shown["explain"])
     assert cli("cancel", "char-lm-8").returncode == 0
+
+
+@pytest.mark.exhaustive
+def test_the_forecast_of_the_page_as_json(cli: Cli, repository: Path) -> None:
+    write_jobs(cli, repository)
+    in_json = next(
+        words for words in commands(repository) if words[0] == "submit" and "json" in words
+    )
+    cli.serve()
+    done = cli(*in_json)
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    assert found["start"]["low"] == found["start"]["high"]
+    assert found["made_at"] < found["end"]["low"] < found["end"]["median"] < found["end"]["high"]
 
 
 LATER = """\
@@ -79,6 +89,7 @@ LATER = """\
 """
 
 
+@pytest.mark.exhaustive
 def test_without_forecasts_a_dry_run_still_works(cli: Cli, repository: Path) -> None:
     write_jobs(cli, repository)
     with (cli.folder / "jobs.yaml").open("a") as file:

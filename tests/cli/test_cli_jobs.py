@@ -22,6 +22,7 @@ SERVE = ("serve", "--cluster", "cluster.yaml")
 
 
 def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
+    cli.program = LIGHT
     server = cli.serve()
     assert "another scheduler already serves" in one_sentence(
         cli("serve", "--cluster", "cluster.yaml"), 1

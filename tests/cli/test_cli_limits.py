@@ -54,12 +54,18 @@ def wrong_values(types: set[type]) -> tuple[str, ...]:
     return () if bool in types else (LONG,)
 
 
+@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_value_of_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_value_of_every_command(
+    command: str, in_turn: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`in_turn`: each option takes the next one of the values of its type."""
     known = list(parameters(command))
     needed = [f"x{index}" for index, (_, _, is_option) in enumerate(known) if not is_option]
-    for option, types, is_option in known:
-        for value in wrong_values(types):
+    for index, (option, types, is_option) in enumerate(known):
+        values = wrong_values(types)
+        turn = index % max(len(values), 1)
+        for value in values[turn : turn + 1] if in_turn else values:
             args = [*needed, option, value] if is_option else [value]
             with pytest.raises(SystemExit) as ended:
                 main([command, *args])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from pipollux_sched.cli import main
 from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.lifecycle import CANCELLED, Phase
-from pipollux_sched.store import ListedPhase, Store
+from pipollux_sched.store import ListedPhase, StateDir, Store
 from pipollux_sched.views.jobs import list_jobs
 from tests.programs import run_pipollux
 from tests.sched.report import synthetic_log as synthetic
@@ -26,10 +27,23 @@ from .kept import Clock, kept
 Say = Callable[..., str]
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Clock]:
+    """What a scheduler has left, and when it did."""
+    folder, clock = tmp_path_factory.mktemp("left") / "state", Clock()
+    with kept(folder, clock):
+        return folder, clock
+
+
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(tmp_path / "state"))
-    with kept(tmp_path / "state", Clock()) as store:
+def store(
+    left: tuple[Path, Clock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
+    """A copy of it."""
+    state_dir = StateDir(tmp_path / "state")
+    monkeypatch.setenv("PIPOLLUX_STATE_DIR", str(state_dir.path))
+    shutil.copytree(left[0], state_dir.path)
+    with Store(state_dir.database, clock=Clock(left[1].now)) as store:
         yield store
 
 

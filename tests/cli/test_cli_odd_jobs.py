@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from .runner import CLUSTER, LIGHT, PIPOLLUX, TOY, Cli, one_sentence, wait_until
@@ -53,6 +54,7 @@ def odd_jobs(folder: Path) -> str:
     return "odd.yaml"
 
 
+@pytest.mark.exhaustive
 def test_odd_jobs_get_what_was_written_and_end_as_they_did(cli: Cli) -> None:
     cli.program = LIGHT
     cli.serve("--interval", "0.5")
@@ -76,6 +78,7 @@ def cluster(cli: Cli, *slots: int) -> None:
     (cli.folder / "cluster.yaml").write_text(f"nodes:\n{nodes}")
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_the_cluster_of_a_restarted_scheduler_never_holds(cli: Cli) -> None:
     """And no name leads a command to another path of the scheduler than a job's."""
     cli.program = LIGHT

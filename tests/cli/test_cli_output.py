@@ -56,6 +56,7 @@ def test_a_full_device(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", first(1, [f"{TABLE} >&-", f"{DATA} 2>&-", f"{DATA} >&-", f"{TABLE} 2>&-"])
 )
+@pytest.mark.exhaustive
 def test_a_closed_output(command: str, tmp_path: Path) -> None:
     """As with other programs: nothing is printed, and what is asked for is done."""
     ended = shell(f"pipollux {command}", tmp_path)
@@ -67,6 +68,7 @@ def test_a_closed_output(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", first(1, [TABLE, DATA]))
+@pytest.mark.exhaustive
 def test_a_locale_without_the_characters(command: str, tmp_path: Path) -> None:
     ended = shell(f"pipollux {command}", tmp_path, PYTHONIOENCODING="latin-1")
     assert (ended.returncode, without_note(ended.stderr)) == (0, "")

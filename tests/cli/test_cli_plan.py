@@ -65,6 +65,7 @@ def test_a_sweep_is_planned_and_not_applied(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_examples_as_json_pipe_into_any_tool(repository: Path) -> None:
     with start(*EXAMPLES, "--output", "json", cwd=repository) as planning:
         done = subprocess.run(

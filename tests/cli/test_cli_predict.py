@@ -146,6 +146,7 @@ def test_what_fit_writes_predict_reads(tmp_path: Path) -> None:
         assert one["goodput"] == pytest.approx(other["goodput"], rel=0.03)
 
 
+@pytest.mark.exhaustive
 def test_what_rests_on_assumptions_is_said(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(lines(exact_rows(ONE_STAGE, [(1, 1), (1, 2)])))
     pipollux("fit", tmp_path / "m.jsonl", "--save", tmp_path / "p.json", "--init-batch-size", "32")
@@ -174,6 +175,7 @@ def test_the_hints_of_a_job_are_read_as_they_are(tmp_path: Path, repository: Pat
     assert predicted(path, "--max-batch-size", "64")["max_batch_size"] == 64
 
 
+@pytest.mark.exhaustive
 def test_what_no_batch_size_suits_is_a_dash(tmp_path: Path) -> None:
     path = written(tmp_path, params_json(ONE_STAGE))
     args = ("--replicas", "1,64", "--atomic-bsz", ":64")

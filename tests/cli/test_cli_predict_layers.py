@@ -111,6 +111,7 @@ def test_with_layers_the_table_says_what_comes_from_them(tmp_path: Path) -> None
     assert ">4 stages (from layers)<" in (tmp_path / "p.svg").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_choice_keeps_within_memory(tmp_path: Path) -> None:
     path = written(tmp_path, params_json(ONE_STAGE, TWO_STAGES))
     layers = layers_written(tmp_path)

@@ -134,6 +134,7 @@ def test_what_cannot_be_asked_is_refused(
     assert "6 layers cannot be cut into 2 stages of 4 chunks" in said
 
 
+@pytest.mark.exhaustive
 def test_a_fit_is_told_the_schedule_that_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

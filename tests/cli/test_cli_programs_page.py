@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.sched.scripts import TOY
@@ -70,6 +71,12 @@ def test_the_page_about_programs(cli: Cli, repository: Path) -> None:
     refused = one_sentence(cli("submit", "-", stdin="jobs: [{name: x, module: package}]"), 1)
     assert "'package' is a package without a module '__main__'" in refused
 
+
+@pytest.mark.exhaustive
+def test_interpreters_and_limits_of_the_page(cli: Cli, repository: Path) -> None:
+    cli.program = LIGHT
+    cli.serve()
+    (cli.folder / "train.py").write_text(SCRIPT)
     text = block_of(repository, "programs.md", "python")
     assert "there is no interpreter" in one_sentence(cli("submit", "-", stdin=text), 2)
     make_venv(cli.folder / "env", whole=False)
@@ -89,6 +96,7 @@ def test_the_page_about_programs(cli: Cli, repository: Path) -> None:
     assert bounded["message"].startswith("Not restarted after exit status 64 (exit_codes).")
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_uses_too_much_memory(cli: Cli) -> None:
     """Beside it, one that uses less goes on, and one that runs for too long is ended."""
     cli.program = LIGHT

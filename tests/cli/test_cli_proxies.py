@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import first
 from tests.services import service_missing
 
 from .runner import Cli
@@ -29,19 +30,17 @@ def renamed(cli: Cli) -> Cli:
     return cli
 
 
-def test_commands_reach_it_past_proxies_and_names(renamed: Cli) -> None:
+@pytest.mark.parametrize("proxies", first(1, ["a proxy", "a SOCKS proxy", "none"]))
+def test_commands_reach_it_past_proxies_and_names(renamed: Cli, proxies: str) -> None:
     (renamed.folder / "train.py").write_text("print('done')\n")
     everywhere = "0.0.0.0"  # noqa: S104  # what the test is about
     renamed.serve("--host", everywhere, at="http://")
-    environment = renamed.environment
-    for number, (name, proxies) in enumerate(PROXIES.items()):
-        renamed.environment = environment | proxies
-        job = f"jobs: [{{name: job-{number}, script: train.py}}]\n"
-        (renamed.folder / "jobs.yaml").write_text(job)
-        submitted = renamed("submit", "jobs.yaml")
-        assert submitted.returncode == 0, f"{name}: {submitted.stderr}"
-        listed = renamed("jobs")
-        assert f"job-{number}" in listed.stdout, f"{name}: {listed.stderr}"
+    renamed.environment |= PROXIES[proxies]
+    (renamed.folder / "jobs.yaml").write_text("jobs: [{name: one, script: train.py}]\n")
+    submitted = renamed("submit", "jobs.yaml")
+    assert submitted.returncode == 0, submitted.stderr
+    listed = renamed("jobs")
+    assert "one" in listed.stdout, listed.stderr
 
 
 def test_a_proxy_that_cannot_be_used_is_named(renamed: Cli) -> None:

@@ -102,6 +102,7 @@ def test_a_variable_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_waiting_across_a_restart_of_the_scheduler(light: Cli) -> None:
     """The next scheduler listens on another port; both commands end with their jobs."""
     server = light.serve()

@@ -71,6 +71,7 @@ def test_resizes_take_the_place_of_restarts(folder: Path) -> None:
     assert elastic["avg_jct_s"] < plain["avg_jct_s"]
 
 
+@pytest.mark.exhaustive
 def test_the_table_says_the_same_as_the_json(folder: Path) -> None:
     args = ("simulate", "pipelines.csv", "--policy", "tiresias", *SMALL)
     table, data = pipollux(*args, cwd=folder), pipollux(*args, "-o", "json", cwd=folder)
@@ -118,6 +119,7 @@ def test_a_load_and_a_number_choose_jobs_and_files_are_written(folder: Path) -> 
     assert page.count("data-chart=") == 3
 
 
+@pytest.mark.exhaustive
 def test_types_of_gpu_are_nodes_of_their_own(folder: Path) -> None:
     types = ("--node-type", "a100-40g=1x4", "--node-type", "v100-16g=1x8")
     done = pipollux("simulate", "pipelines.csv", "-p", "fifo", *types, "-o", "json", cwd=folder)
@@ -233,6 +235,7 @@ def test_the_result_says_what_the_policy_was_told_of_lengths(folder: Path) -> No
     assert "known_length: 0.5 must be a finite factor of at least 1" in complaint(failed, 2)
 
 
+@pytest.mark.exhaustive
 def test_jobs_may_fit_their_model_as_adaptdl_does(folder: Path) -> None:
     nodes = ("--nodes", "2", "--gpus", "2")
     args = ("simulate", "traced.csv", "--traces", "traces", "-o", "json", *nodes, "--fit")

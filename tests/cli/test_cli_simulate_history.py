@@ -69,8 +69,9 @@ def rows(folder: Path, *args: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_reality_stands_beside_the_policies(folder: Path) -> None:
-    actual, exact, fifo = rows(folder, "--policy", "exact,fifo", "--processes", "2")
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
+def test_reality_stands_beside_the_policies(folder: Path, processes: str) -> None:
+    actual, exact, fifo = rows(folder, "--policy", "exact,fifo", "--processes", processes)
     assert [row["policy"] for row in (actual, exact, fifo)] == ["actual", "exact", "fifo"]
     assert {row["workload"] for row in (actual, exact, fifo)} == {"state"}
     for key in ("avg_jct_s", "p99_jct_s", "makespan_s", "restarts_per_job", "gpu_hours"):
@@ -99,6 +100,7 @@ def test_the_table_says_how_far_to_trust_it(folder: Path) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_more_nodes_do_no_harm(folder: Path) -> None:
     """They are like most of those that there are, of which two have two slots."""
     averages: dict[str, list[float]] = {"exact": [], "fifo": []}

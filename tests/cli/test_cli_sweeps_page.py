@@ -20,6 +20,7 @@ from .runner import LIGHT, Cli, one_sentence
 from .test_cli_jobs_page import block_of, commands_of
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_the_page(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,12 @@ def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:
     assert [job["trial"] for job in shown] == [None, 0, 1, 2, 3]
     assert "is no sweep" in one_sentence(cli("sweeps", "rates-1"), 1)
 
+
+@pytest.mark.exhaustive
+def test_the_search_of_the_page(cli: Cli, repository: Path) -> None:
+    cli.program = LIGHT
+    cli.serve()
+    shutil.copy(TRIAL, cli.folder / "train.py")
     (cli.folder / "search.yaml").write_text(block_of(repository, "sweeps.md", "search"))
     assert cli("submit", "search.yaml", "--wait").returncode == 0
     found = json.loads(cli("sweeps", "search", "-o", "json").stdout)

@@ -146,6 +146,7 @@ def test_teams(state_dir: StateDir) -> None:
     asyncio.run(look_at_it())
 
 
+@pytest.mark.exhaustive
 def test_keys_that_are_typed_ahead(state_dir: StateDir) -> None:
     """Each goes to what the one before it has moved the focus to, however fast they come."""
 
@@ -200,7 +201,8 @@ def test_a_job_that_is_left_while_it_is_read(state_dir: StateDir) -> None:
 def details(app: TopApp) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(app.screen.query_one("#details", Static).content)
+        for found in app.screen.query("#details").results(Static):  # none at first
+            console.print(found.content)
     return capture.get()
 
 
@@ -301,6 +303,7 @@ def test_once_and_into_a_pipe(state_dir: StateDir, capsys: pytest.CaptureFixture
         assert "node node-c is draining: new fans\n" in said.out
 
 
+@pytest.mark.exhaustive
 def test_who_does_not_watch_does_not_import_what_draws() -> None:
     code = (
         "import sys, pipollux_sched.cli.top.command, pipollux_sched.cli.top.text\n"
@@ -373,6 +376,7 @@ def terminal(state_dir: StateDir) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize("way", first(1, ["\x03", "SIGTERM"]))
+@pytest.mark.exhaustive
 def test_leaving_restores_the_terminal(terminal: Terminal, way: str) -> None:
     first = terminal.read_until("grown")
     assert "\x1b[?1049h" in first  # the other screen

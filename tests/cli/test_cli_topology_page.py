@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from .runner import LIGHT, Cli, wait_until
 from .test_cli_jobs_page import block_of, commands_of
 
@@ -33,6 +35,7 @@ def test_the_plan_packs_the_job_that_suffers(cli: Cli, repository: Path) -> None
     assert len(nodes["quiet"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_running_job_knows_its_level_and_explain_prices_it(cli: Cli, repository: Path) -> None:
     cli.program = LIGHT
     (cli.folder / "cluster.yaml").write_text(RUNNING)
@@ -44,12 +47,14 @@ def test_a_running_job_knows_its_level_and_explain_prices_it(cli: Cli, repositor
     assert shown[1].split()[:4] == ["node-a", "cpu", "a", "r1"]
     done = cli("submit", "jobs.yaml")
     assert done.returncode == 0, done.stderr
+    wait_until(lambda: cli.jobs()["chatty"]["phase"] == "Running")
     wait_until(lambda: "level 2" in cli("logs", "chatty").stdout)
     text = " ".join(cli("explain", "chatty").stdout.split())
     for line in block_of(repository, "topology.md", "network").splitlines():
         assert line in text
 
 
+@pytest.mark.exhaustive
 def test_the_simulator_has_levels(cli: Cli, repository: Path) -> None:
     (command,) = commands_of(block_of(repository, "topology.md", "simulate"))
     done = cli(*command)

@@ -47,12 +47,12 @@ def toy(tmp_path: Path) -> Iterator[tuple[Path, LogReader]]:
 
 def test_a_renamed_log_is_read_first(toy: tuple[Path, LogReader]) -> None:
     path, reader = toy
-    log = RotatingLog(path, limit=4_000_000)
-    written = [f"line {number:07d}\n" for number in range(500_000)]
-    log.write("".join(written[:400_000]).encode())
-    log.write("".join(written[400_000:]).encode())
+    log = RotatingLog(path, limit=800_000)
+    written = [f"line {number:07d}\n" for number in range(100_000)]
+    log.write("".join(written[:80_000]).encode())
+    log.write("".join(written[80_000:]).encode())
     log.close()
-    assert path.stat().st_size < 4_000_000
+    assert path.stat().st_size < 800_000
     assert [f"{line.line}\n" for line in reader.read()] == written
 
 

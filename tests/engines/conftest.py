@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pipollux_sched.backend.replica import command
 from tests.sched.backends import cpu_nodes
+from tests.sched.scripts import LIGHT_AGENT
 from tests.sched.supervised import Service
 
 from .case import NODES, SLOTS, EngineCase, Scheduler
@@ -18,7 +20,10 @@ from .local import LocalCase
 if TYPE_CHECKING:
     from tests.kubernetes.cluster import Cluster
 
-SHARED = {"ray": "ray_cluster", "slurm": "slurm", "kubelets": "kubelets"}
+SHARED = dict.fromkeys(("light ray", "ray"), "ray_cluster") | {
+    "slurm": "slurm",
+    "kubelets": "kubelets",
+}
 """The fixture with the cluster of a case, where it outlasts a test."""
 
 
@@ -50,9 +55,11 @@ def _make(request: pytest.FixtureRequest, folder: Path, stack: ExitStack) -> Eng
         stack.callback(slurm.call, "scancel", str(pool))
         return SlurmCase(folder, request.getfixturevalue("hosts"), slurm, pool)
 
-    if request.param == "ray":
+    if request.param in ("light ray", "ray"):
         from .ray import RayCase
 
+        if request.param == "light ray":  # without torch
+            request.getfixturevalue("monkeypatch").setattr(command, "_AGENT", LIGHT_AGENT)
         return RayCase(folder, request.getfixturevalue("ray_cluster"))
 
     from .kubernetes import KubernetesCase, TrainJobCase

@@ -15,6 +15,7 @@ from pipollux_sched.backend.base import Launch, Signal
 from pipollux_sched.backend.replica_group import ReplicaGroup
 from pipollux_sched.lifecycle import Exited, Membership, Outcome
 from pipollux_sched.spec.job import JobSpec, SpecError
+from tests.extent import first
 from tests.sched.backends import assignments, first_membership
 from tests.waiting import until
 
@@ -24,22 +25,25 @@ ENGINES = {
     "local": (),
     "memory": (),
     "trainjobs": (),
+    "light ray": (),
     "ray": pytest.mark.exhaustive,
     "slurm": pytest.mark.exhaustive,
     "kubelets": pytest.mark.kubernetes,
 }
 """The cases, and where they run."""
+SUITE = [name for name in ENGINES if name != "light ray"]
+"""Those that each test runs on."""
 
 
-def on(*names: str, rarely: tuple[str, ...] = (), usually: tuple[str, ...] = ()) -> Any:
-    """Run a test on the engines of these names; on some of them, left to `--exhaustive` or not."""
-    marks = ENGINES | dict.fromkeys(rarely, pytest.mark.exhaustive) | dict.fromkeys(usually, ())
+def on(*names: str, rarely: tuple[str, ...] = ()) -> Any:
+    """Run a test on the engines of these names; on some of them, left to `--exhaustive`."""
+    marks = ENGINES | dict.fromkeys(rarely, pytest.mark.exhaustive)
     cases = [pytest.param(name, marks=marks[name]) for name in names]
     return pytest.mark.parametrize("case", cases, indirect=True)
 
 
-on_all = on(*ENGINES)
-CLUSTERS = [name for name in ENGINES if name != "local"]
+on_all = on(*SUITE)
+CLUSTERS = [name for name in SUITE if name != "local"]
 """Those that end what nobody has asked them to end, and have other users."""
 
 
@@ -57,7 +61,7 @@ def test_nodes_and_refusals(case: EngineCase) -> None:
         assert "\n" not in str(refused.value)
 
 
-@on(*ENGINES, usually=("ray",))
+@on(*ENGINES)
 def test_an_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """Two replicas with what they need to know; they save when told, and their logs stay."""
     program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
@@ -105,7 +109,7 @@ def test_an_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -
     ]
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "memory", "trainjobs"))
 def test_each_stage_has_a_process(case: EngineCase, scheduler: Scheduler) -> None:
     """Those of a replica write to its log, stop with it, and fail together."""
     both = [*NODES]
@@ -131,7 +135,7 @@ def test_each_stage_has_a_process(case: EngineCase, scheduler: Scheduler) -> Non
     assert case.processes() == []
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "memory", "trainjobs"))
 def test_replicas_meet(case: EngineCase, scheduler: Scheduler) -> None:
     """Also two on one node and one on another, where the engine can place them so."""
     nodes = ["n1", "n2"] if case.is_even else ["n1", "n1", "n2"]
@@ -160,7 +164,7 @@ def test_replicas_push_to_servers_beside_them(case: EngineCase, scheduler: Sched
     assert case.processes() == []
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "trainjobs"))
 def test_one_failing_replica_ends_the_attempt(case: EngineCase, scheduler: Scheduler) -> None:
     """The other one ends too, and the message has the exception and the last words."""
     scheduler.apply("toy", [*NODES], "--fail-at=3", "--fail-rank=1")
@@ -176,8 +180,8 @@ def test_one_failing_replica_ends_the_attempt(case: EngineCase, scheduler: Sched
     assert case.processes() == []
 
 
-@on(*ENGINES, rarely=("trainjobs",))
-@pytest.mark.parametrize("status", [143, -15])
+@on(*SUITE, rarely=("local", "trainjobs"))
+@pytest.mark.parametrize("status", first(1, [-15, 143]))
 def test_a_script_that_ends_as_if_stopped_has_failed(scheduler: Scheduler, status: int) -> None:
     """Nobody has asked for it: a restart would end the same way, and again."""
     scheduler.apply("toy", ["n1"], "--fail-at=2", f"--fail-status={status}")
@@ -201,7 +205,7 @@ def test_a_script_that_daemonises_itself_is_not_complete(
     assert case.processes() == []
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "trainjobs"))
 def test_a_newer_attempt_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""
     scheduler.apply("toy", ["n1"])
@@ -251,7 +255,7 @@ def test_a_replica_joins_and_another_leaves_while_one_runs(
     assert again.attempts.free() == dict.fromkeys(NODES, SLOTS)
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "trainjobs"))
 def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """With all its processes, whoever their parent is."""
     scheduler.apply("toy", ["n1"], "--stubborn")
@@ -269,7 +273,7 @@ def test_a_kill_ends_what_does_not_stop(case: EngineCase, scheduler: Scheduler) 
     assert case.processes() == []
 
 
-@on("local", "ray", "slurm")
+@on("local", "ray", "slurm", rarely=("local",))
 def test_an_agent_that_is_killed_leaves_no_folder(
     case: EngineCase, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +290,7 @@ def test_an_agent_that_is_killed_leaves_no_folder(
     assert not case.state_dir.attempt("toy", 1).exists()
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "trainjobs"))
 def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     """What has ended meanwhile, too; and ends what nobody has adopted."""
     jobs = {"kept": ["n1"], "left": ["n2"], "done": ["n2"]}
@@ -316,7 +320,7 @@ def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     again.says(kept, f"step {exited.step}\n")
 
 
-@on(*ENGINES, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "memory", "trainjobs"))
 def test_a_job_is_adopted_beside_others(case: EngineCase, scheduler: Scheduler) -> None:
     """It keeps its slots, which others cannot have taken; they have some of the rest."""
     for job in ("first", "kept"):
@@ -362,7 +366,7 @@ def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -
     assert len(ended.lost.splitlines()) == 1
 
 
-@on(*CLUSTERS, rarely=("trainjobs",))
+@on(*CLUSTERS, rarely=("memory", "trainjobs"))
 def test_all_of_a_attempt_run_or_none(case: EngineCase, scheduler: Scheduler) -> None:
     """One whose node somebody else has taken meanwhile takes the others with it."""
     program = scheduler.program("toy", [*NODES])

@@ -23,6 +23,7 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.exhaustive
 def test_each_replica_knows_whose_a_connection_is(hosts: Hosts) -> None:
     """An ephemeral port is free for each other address to connect with, as the kernel counts."""
     hosts.call("n1", "sysctl", "-qw", "net.ipv4.ip_local_port_range={} {}".format(*PORTS))

@@ -18,9 +18,9 @@ from tests.sched.backends import assignments
 
 from .cluster import IMAGE, Cluster, until
 
-RUNS = "trap 'echo told; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+RUNS = "trap 'echo told; exit 143' TERM; echo ready; while :; do sleep 0.2; done"
 """A script that runs until it is told to end, and says so."""
-DEAF = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+DEAF = "trap '' TERM; echo ready; while :; do sleep 1; done"
 """A script that does not end when it is told to."""
 
 

@@ -150,7 +150,7 @@ def true(status: dict[str, Any]) -> set[str]:
 def test_from_kubectl_apply_to_complete(site: Site) -> None:
     """The status tells what becomes of a job; its pods belong to the resource; events say so."""
     goal = site.folder / "goal"
-    site.apply("alpha", f"echo ready; while [ ! -e {goal} ]; do sleep 0.05; done", numStages=2)
+    site.apply("alpha", f"echo ready; while [ ! -e {goal} ]; do sleep 0.5; done", numStages=2)
     status = site.await_phase("alpha", Phase.RUNNING)
     assert status["replicas"] >= 1
     assert status["numStages"] == 2
@@ -204,7 +204,7 @@ def test_deleted_by_either_side(site: Site) -> None:
 def test_created_again_while_the_earlier_job_ends(site: Site) -> None:
     """Such a resource says what it waits for, and its job follows."""
     goal, ready = site.folder / "goal", site.folder / "ready"
-    site.apply("alpha", f"trap '' TERM; touch {ready}; while [ ! -e {goal} ]; do sleep 0.05; done")
+    site.apply("alpha", f"trap '' TERM; touch {ready}; while [ ! -e {goal} ]; do sleep 0.5; done")
     until(ready.exists, "its replica does not hear what ends others")
     site.client.delete(Job, "alpha")
     until(lambda: site.resource("alpha") is None, "the resource is gone")
@@ -243,7 +243,7 @@ def test_a_sweep_is_one_object(site: Site) -> None:
     template = {"metadata": {"labels": {"kind": "trial"}}}
     sweep = {"grid": {"lr": [0.1, 0.01, 0.001]}, "metric": "error", "maxParallel": 2}
     run = (
-        f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.05; done'
+        f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.5; done'
     )
     site.apply("rates", sweep=sweep, template=template, **trials(site, run))
     held = until(lambda: len(site.cluster.pods(site.namespace, kind="trial")) == 2, "2 trials run")
@@ -313,7 +313,7 @@ def test_created_before_the_job_that_it_waits_for(site: Site) -> None:
     status = site.await_phase("a-last", Phase.CREATED)
     assert (status["reason"], "rates" in status["message"]) == ("WaitsForJobs", True)
     goal = site.folder / "goal"
-    fields = trials(site, f"while [ ! -e {goal} ]; do sleep 0.05; done")
+    fields = trials(site, f"while [ ! -e {goal} ]; do sleep 0.5; done")
     site.apply("rates", sweep={"list": [{"lr": 1}]}, **fields)
     status = site.await_phase("a-last", Phase.QUEUED)
     assert status["message"] == "The job waits for job rates to complete."
@@ -327,7 +327,7 @@ def test_created_before_the_job_that_it_waits_for(site: Site) -> None:
 def test_one_job_after_another(site: Site) -> None:
     """It has no pod until the other is complete; one that waits for a failure never starts."""
     goal = site.folder / "goal"
-    site.apply("prepare", f"while [ ! -e {goal} ]; do sleep 0.05; done", maxReplicas=1)
+    site.apply("prepare", f"while [ ! -e {goal} ]; do sleep 0.5; done", maxReplicas=1)
     site.apply("train", f"test -e {goal}", after=[{"job": "prepare"}], maxReplicas=1)
     site.apply("repair", "exit 0", after=[{"job": "prepare", "when": "failed"}], maxReplicas=1)
     site.await_phase("prepare", Phase.RUNNING)
@@ -344,6 +344,7 @@ def test_one_job_after_another(site: Site) -> None:
     until(lambda: not site.scheduler.jobs() and not site.objects(), "nothing of them is left")
 
 
+@pytest.mark.exhaustive
 def test_resources_that_wait_in_a_circle_are_refused(site: Site) -> None:
     site.apply("alpha", "exit 0", after=[{"job": "beta"}])
     site.await_phase("alpha", Phase.CREATED)

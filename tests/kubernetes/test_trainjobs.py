@@ -98,12 +98,13 @@ def test_a_runtime_that_is_not_there(cluster: Cluster, namespace: str, tmp_path:
     rig.close()
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_runs_trial_by_trial(site: Site) -> None:
     """Each attempt of a trial is a TrainJob of the sweep's resource, which has their progress."""
     goal = site.folder / "goal"
     sweep = {"grid": {"lr": [0.1, 0.01, 0.001]}, "metric": "error", "maxParallel": 2}
     run = (
-        f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.05; done'
+        f'python3 {site.folder}/trial.py "$@" || exit 1\nwhile [ ! -e {goal} ]; do sleep 0.5; done'
     )
     site.apply("rates", sweep=sweep, **trials(site, run))
     until(lambda: site.status("rates").get("replicas") == 2, "2 trials are being started")

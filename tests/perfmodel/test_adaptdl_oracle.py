@@ -54,9 +54,10 @@ def test_goodput_throughput_and_efficiency(
     assert ours.efficiency(batch_size) == pytest.approx(theirs.efficiency(batch_size), rel=EXACT)
 
 
-def test_a_thousand_jobs_at_once() -> None:
+@pytest.mark.parametrize("count", first(1, [200, 1000]))
+def test_many_jobs_at_once(count: int) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(1000):
+    for _ in range(count):
         seven = np.append(np.exp(rng.uniform(np.log(1e-6), np.log(10.0), 6)), rng.uniform(1, 10))
         gradient = GradParams(*np.exp(rng.uniform(np.log(1e-4), np.log(1e4), 2)))
         init_batch_size = int(rng.integers(1, 512))
@@ -173,7 +174,7 @@ SEVENS = [
 NOISE = 0.05
 
 
-@pytest.mark.parametrize("seven", SEVENS)
+@pytest.mark.parametrize("seven", first(2, SEVENS))
 def test_fit_of_a_whole_profile(seven: PerfParams) -> None:
     exact = measure(seven, PLACES, BATCHES)
     ours = fit_perf_params(*exact[:5])
@@ -231,6 +232,7 @@ def test_more_numbers_are_not_taken_where_their_search_gets_stuck(index: int) ->
     assert errors(fit_perf_params(*noisy[:5]), measure(job.truth, *job[1:])).max() < 0.08
 
 
+@pytest.mark.exhaustive
 def test_fits_of_noisy_data_predict_as_well_as_theirs() -> None:
     # Data of their own formulas. Ours has more numbers for noise to move.
     ours, theirs = np.array(
@@ -267,15 +269,18 @@ def their_noisy_fit(job: Job) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        [(1, 1, 32)],
-        [(1, 1, 32), (1, 1, 32), (1, 1, 32)],
-        [(1, 1, 16), (1, 1, 32), (1, 1, 64)],
-        [(1, 2, 32)],
-        [(1, 1, 16), (1, 2, 16), (1, 2, 32)],
-        [(1, 1, 16), (2, 2, 16), (2, 2, 32)],
-        [(1, 1, 32), (1, 2, 32), (1, 4, 32)],
-    ],
+    first(
+        4,
+        [
+            [(1, 1, 32)],
+            [(1, 1, 16), (1, 1, 32), (1, 1, 64)],
+            [(1, 2, 32)],
+            [(1, 1, 16), (1, 2, 16), (1, 2, 32)],
+            [(1, 1, 32), (1, 1, 32), (1, 1, 32)],
+            [(1, 1, 16), (2, 2, 16), (2, 2, 32)],
+            [(1, 1, 32), (1, 2, 32), (1, 4, 32)],
+        ],
+    ),
     ids=str,
 )
 def test_the_same_priors_for_what_was_not_seen(rows: list[tuple[int, int, int]]) -> None:

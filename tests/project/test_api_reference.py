@@ -13,9 +13,11 @@ import pytest
 
 import pipollux
 import pipollux_perfmodel
+from tests.programs import Forked
 
 BUILD = (
-    "import sys, pathlib\n"
+    "import sys, pathlib, warnings\n"
+    "warnings.simplefilter('error')\n"
     "sys.path.insert(0, 'docs')\n"
     "import api\n"
     "api.build(pathlib.Path(sys.argv[1]), ['pipollux'])\n"
@@ -26,12 +28,10 @@ BUILD = (
 def page(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of `pipollux`."""
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", BUILD, str(folder)],
-        cwd=repository,
-        check=True,
-        timeout=240,
-    )
+    script = folder / "build.py"
+    script.write_text(BUILD)
+    with Forked(script, [str(folder)], folder=repository) as build:
+        assert build.wait() == 0, build.errors
     return (folder / "pipollux.html").read_text()
 
 

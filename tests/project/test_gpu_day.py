@@ -71,6 +71,7 @@ def tables(
 
 
 @pytest.mark.parametrize("probes", first(1, [False, True]))
+@pytest.mark.exhaustive
 def test_a_part_that_fails_stops_no_other_and_none_outlives_its_limit(
     tables: tuple[dict[str, Any], list[list[str]], Path], probes: bool
 ) -> None:

@@ -89,6 +89,7 @@ def _last_lines(output: str) -> list[str]:
     return re.split(r"^=+ .* in [\d.]+s.*=+\n", output, flags=re.MULTILINE)[-1].splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_twice_fails(
     run: Run, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ __all__ = ["directory"]
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_jobs_run_one_after_the_other_across_schedulers(directory: Path) -> None:
     with scheduler_on(directory) as scheduler:
         scheduler.control.submit_all(

@@ -55,6 +55,7 @@ def left_out(scheduler: Scheduler, job: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_users_see_the_gpus_and_what_is_wrong_with_them(
     state_dir: StateDir, tmp_path: Path, nvml: FakeNvml
 ) -> None:

@@ -83,6 +83,7 @@ def trained_epochs(results: Path) -> int:
     return max(epochs_of(results), default=0)
 
 
+@pytest.mark.exhaustive
 def test_a_replica_joins_and_leaves(directory: Path, tmp_path: Path) -> None:
     """With a server beside the first; what is measured is of the job, not of a replica."""
     policy, results = Wish(), tmp_path / "results"

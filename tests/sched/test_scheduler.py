@@ -130,6 +130,7 @@ def test_one_job_ends_well_and_one_does_not(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_job_that_beats_and_does_not_step(directory: Path) -> None:
     """Its processes are ended, and it goes on from what it had saved."""
     with scheduler_on(directory) as scheduler:
@@ -339,6 +340,7 @@ def test_jobs_that_can_never_run_are_refused(directory: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_slow_policy_holds_nobody_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it thinks, requests are answered, and the scheduler can be stopped."""
     monkeypatch.setattr(vital_thread, "JOIN_TIMEOUT", 0.1)

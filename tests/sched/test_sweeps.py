@@ -88,6 +88,7 @@ def _most_at_once(scheduler: Scheduler) -> int:
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_search_goes_on_with_another_scheduler(directory: Path, tmp_path: Path) -> None:
     """A hopeless trial, which would never end, is pruned: by the second scheduler."""
     ranges = {"lr": {"low": 0.005, "high": 0.02, "log": True}}
@@ -106,6 +107,7 @@ def test_a_search_goes_on_with_another_scheduler(directory: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_hopeless_trial_frees_its_slots(directory: Path, tmp_path: Path) -> None:
     sweep = {
         "list": [*[{"lr": 0.01}] * 5, {"lr": 0.9}, {"lr": 0.01}],
@@ -128,6 +130,7 @@ def test_a_hopeless_trial_frees_its_slots(directory: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_a_sweep_is_suspended_cancelled_and_run_again(directory: Path, tmp_path: Path) -> None:
     hold = tmp_path / "go"
     sweep = {"list": [{"lr": 0.01}, {"lr": 0.9}, {"lr": 0.8}], "metric": "error"}

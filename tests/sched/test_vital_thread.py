@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
@@ -11,6 +9,7 @@ from threading import Event
 import pytest
 
 from pipollux_sched.utils.vital_thread import VitalThread, VitalThreads
+from tests.programs import Forked
 from tests.sched.processes import processes_of
 
 SERVE = """
@@ -36,11 +35,12 @@ main(["serve", "--state-dir", sys.argv[1]])
 def test_a_thread_that_dies_ends_the_process(
     tmp_path: Path, thread: str, module: str, thing: str
 ) -> None:
-    command = [sys.executable, "-c", SERVE.format(module=module, thing=thing), str(tmp_path / "s")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 1
-    assert ended.stdout.startswith("Serving 1 node")
-    last = ended.stderr.splitlines()[-1]
+    script = tmp_path / "serve.py"
+    script.write_text(SERVE.format(module=module, thing=thing))
+    with Forked(script, [str(tmp_path / "s")]) as serving:
+        assert serving.wait() == 1
+        assert serving.output.startswith("Serving 1 node")
+        last = serving.errors.splitlines()[-1]
     assert last == (
         f"Error: the thread pipollux-{thread} has failed (Fault('out of order')), so the scheduler "
         "ends; jobs run on, start it again to manage them"

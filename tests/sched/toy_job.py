@@ -16,9 +16,11 @@ import subprocess
 import sys
 import threading
 import time
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 ARGS = argparse.ArgumentParser()
 ARGS.add_argument("--steps", type=int, default=1_000_000)
@@ -133,18 +135,15 @@ class Supervisor:
         self.job = os.environ["PIPOLLUX_JOB_ID"]
         self.hinted = False
         self.unsent: list[dict[str, Any]] = []
-        if self.url:
-            import httpx
-
-            headers = {"Authorization": f"Bearer {os.environ['PIPOLLUX_TOKEN']}"}
-            authority = os.environ.get("PIPOLLUX_CA_FILE")
-            # Reading the authorities of the machine takes longer than all that is sent.
-            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            if authority:
-                verify.load_verify_locations(authority)
-            self.client = httpx.Client(
-                base_url=self.url, headers=headers, timeout=5, trust_env=False, verify=verify
-            )
+        self.connections = threading.local()
+        self.headers = {
+            "Authorization": f"Bearer {os.environ.get('PIPOLLUX_TOKEN')}",
+            "Content-Type": "application/json",
+        }
+        # Reading the authorities of the machine takes longer than all that is sent.
+        self.verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if authority := os.environ.get("PIPOLLUX_CA_FILE"):
+            self.verify.load_verify_locations(authority)
 
     def report(self, step: int) -> None:
         if not self.url:
@@ -186,14 +185,35 @@ class Supervisor:
 
     def send(self, method: str, url: str, **content: Any) -> bool:
         """Whether somebody took it; a refusal ends the job, and the test."""
-        import httpx
+        body = content["content"] if "content" in content else json.dumps(content["json"])
+        path = urlsplit(str(self.url)).path + url
+        kept = getattr(self.connections, "kept", None)
+        self.connections.kept = None
+        for connection in filter(None, (kept, self.connect())):  # the server may have closed it
+            try:
+                connection.request(method, path, body.encode(), self.headers)
+                answer = connection.getresponse()
+                said = answer.read()
+            except TimeoutError:  # it may have arrived
+                connection.close()
+                break
+            except (OSError, HTTPException):
+                connection.close()
+                continue
+            if answer.status >= 400:
+                raise RuntimeError(f"{method} {url}: {answer.status} {said.decode()}")
+            self.connections.kept = connection
+            return True
+        say(f"nobody answers {method} {url}")
+        return False
 
-        try:
-            self.client.request(method, url, **content).raise_for_status()
-        except httpx.TransportError:
-            say(f"nobody answers {method} {url}")
-            return False
-        return True
+    def connect(self) -> HTTPConnection:
+        """Return a connection, which is made with the first request. httpx takes long to import."""
+        parts = urlsplit(str(self.url))
+        where, timeout = (str(parts.hostname), parts.port), 5.0
+        if parts.scheme == "https":
+            return HTTPSConnection(*where, timeout=timeout, context=self.verify)
+        return HTTPConnection(*where, timeout=timeout)
 
 
 if __name__ == "__main__":

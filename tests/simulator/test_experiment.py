@@ -125,6 +125,7 @@ def test_processes_change_nothing_but_wall_clock_times() -> None:
         assert done[-1] == len(workload.jobs)
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_a_process_is_raised_here_and_ends_the_others() -> None:
     nodes = make_nodes({"": (1, 4)})
     experiment = Experiment(nodes, Options(most_days=0.01))

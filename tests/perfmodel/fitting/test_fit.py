@@ -18,6 +18,7 @@ from pipollux_perfmodel import (
 )
 from pipollux_perfmodel.timing.params import Checkpoint
 from pipollux_perfmodel.timing.step_time import slowdown, stage_times
+from tests.extent import first, first_points, grid, turns
 from tests.perfmodel.measured import Steps, errors
 from tests.perfmodel.measured import measure as measure_steps
 
@@ -63,8 +64,10 @@ def worst_error(params: PerfParams, data: dict[str, Any]) -> float:
     return float(np.abs(errors).max())
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.35, 0.8, 1.0])
-@pytest.mark.parametrize("told_by", ["micro-batches", "compute times", "both"])
+@pytest.mark.parametrize(
+    ("overlap", "told_by"),
+    turns([0.0, 0.35, 0.8, 1.0], ["micro-batches", "compute times", "both"]),
+)
 def test_overlap_is_recovered(overlap: float, told_by: str) -> None:
     truth = TRUTH._replace(overlap=overlap)
     microbatches = [4] if told_by == "compute times" else [2, 4, 8]
@@ -79,8 +82,7 @@ def test_overlap_is_recovered(overlap: float, told_by: str) -> None:
     assert found.forward_shares == truth.forward_shares
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
-@pytest.mark.parametrize("overlap", [0.35, 1.0])
+@pytest.mark.parametrize(("overlap", "checkpoint"), turns([0.35, 1.0], ["never", "except_last"]))
 def test_1f1b_is_recovered_where_it_is_known_to_have_run(
     overlap: float, checkpoint: Checkpoint
 ) -> None:
@@ -140,9 +142,10 @@ def test_one_stage_does_not_look_at_compute_times() -> None:
     assert skewed.overlap == 1.0
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-@pytest.mark.parametrize("allocation", [(1, 1), (1, 2), (2, 2), (2, 3)])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("copies", "allocation", "num_microbatches"),
+    grid([1, 3], [(1, 1), (1, 2), (2, 2), (2, 3)], [1, 4]),
+)
 def test_one_configuration_is_enough(
     copies: int, allocation: tuple[int, int], num_microbatches: int
 ) -> None:
@@ -202,9 +205,10 @@ def fit_stages(steps: Steps, truth: PerfParams, **stages: Any) -> FitResult:
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("overlap", [0.0, 0.35, 1.0])
-@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize(
+    ("checkpoint", "overlap", "noise"),
+    turns(["never", "except_last", "always"], [0.0, 0.35, 1.0], [0.0, 0.03]),
+)
 def test_pipelines_are_recovered_from_stage_times(
     checkpoint: Checkpoint, overlap: float, noise: float
 ) -> None:
@@ -220,8 +224,7 @@ def test_pipelines_are_recovered_from_stage_times(
     assert errors(found, unseen).max() < 1e-5 + 2.5 * noise
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.35, 1.0])
-@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize(("overlap", "noise"), turns([0.35, 1.0, 0.0], [0.0, 0.03]))
 def test_pipelines_are_recovered_from_steps_of_several_numbers_of_micro_batches(
     overlap: float, noise: float
 ) -> None:
@@ -259,17 +262,20 @@ PLAIN = PerfParams(0.05, 0.002, 0.12, 0.03, 0.04, 0.004, 1.5)
 
 @pytest.mark.parametrize(
     ("name", "value", "tolerance"),
-    [
-        ("contention", 0.05, 0.01),
-        ("contention", 0.2, 0.02),
-        ("gamma_c", 2.0, 0.2),
-        ("gamma_c", 4.0, 1.0),  # nearly the larger of both, as from three on
-        ("growth_n", 0.0, 0.1),
-        ("growth_n", 0.5, 0.1),
-        ("growth_n", 1.0, 0.1),
-        ("two_node_penalty", 0.5, 0.1),
-        ("two_node_penalty", 1.5, 0.15),
-    ],
+    first_points(
+        4,
+        [
+            ("contention", 0.05, 0.01),
+            ("gamma_c", 2.0, 0.2),
+            ("growth_n", 0.0, 0.1),
+            ("two_node_penalty", 0.5, 0.1),
+            ("contention", 0.2, 0.02),
+            ("gamma_c", 4.0, 1.0),  # nearly the larger of both, as from three on
+            ("growth_n", 0.5, 0.1),
+            ("growth_n", 1.0, 0.1),
+            ("two_node_penalty", 1.5, 0.15),
+        ],
+    ),
 )
 def test_what_is_beyond_adaptdls_model_is_recovered(
     name: str, value: float, tolerance: float
@@ -287,7 +293,7 @@ def test_what_is_beyond_adaptdls_model_is_recovered(
             assert off.max() < (0.1 if noise else 1e-3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first(1, range(4)))
 def test_growth_goes_on_as_it_began(seed: int) -> None:
     # From up to four replicas to 64, where the network grows by the logarithm.
     few = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4)]
@@ -301,8 +307,7 @@ def test_growth_goes_on_as_it_began(seed: int) -> None:
     assert ours.mean() < 0.2 * theirs.mean()
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.8])
-@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize(("overlap", "noise"), turns([0.0, 0.8], [0.0, 0.02]))
 def test_overhead_is_told_from_the_fixed_cost_of_micro_batches(
     overlap: float, noise: float
 ) -> None:

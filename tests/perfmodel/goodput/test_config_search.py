@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipollux_perfmodel import GoodputFunction, GradParams, Optimum, PerfParams
 from pipollux_perfmodel.partitioning.layer_profile import Layer, LayerProfile, Link
 from pipollux_perfmodel.partitioning.stage_plan import StagePlan, plan_stages
-from tests.extent import examples
+from tests.extent import examples, first
 from tests.perfmodel.strategies import allocations, grad_params, pipelines
 
 SEVEN = PerfParams(0.1, 0.01, 0.2, 0.02, 0.05, 0.01, 1.5)
@@ -156,7 +156,7 @@ def compare(goodput_fn: GoodputFunction, question: Question) -> float:
     return found.goodput / max(every.values())
 
 
-@examples(125, 500)
+@examples(60, 500)
 @given(pipelines(), grad_params(), questions())
 def test_against_every_number_of_micro_batches(
     params: PerfParams, gradient: GradParams, question: Question
@@ -164,11 +164,13 @@ def test_against_every_number_of_micro_batches(
     check(GoodputFunction(params, gradient, question.init_batch_size), question)
 
 
-def compare_random(least: int, most: int, several: Sequence[Sequence[int]]) -> list[float]:
-    """Goodput over the best of 500 random jobs with an initial batch size in a range."""
+def compare_random(
+    least: int, most: int, several: Sequence[Sequence[int]], count: int
+) -> list[float]:
+    """Goodput over the best of random jobs with an initial batch size in a range."""
     rng = np.random.default_rng(0)
     near = []
-    for _ in range(500):
+    for _ in range(count):
         init_batch_size, replicas = int(rng.integers(least, most)), int(rng.integers(1, 7))
         question = Question(
             (int(rng.integers(1, replicas + 1)), replicas),
@@ -186,15 +188,22 @@ def compare_random(least: int, most: int, several: Sequence[Sequence[int]]) -> l
     return near
 
 
+COUNTS = first(1, [150, 500])
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("several", [[[1]], [[1, 3], [4], [2, 8]]], ids=str)
-def test_against_every_batch_size_of_small_ranges(several: Sequence[Sequence[int]]) -> None:
-    assert min(compare_random(1, 40, several)) >= NEAR
+def test_against_every_batch_size_of_small_ranges(
+    several: Sequence[Sequence[int]], count: int
+) -> None:
+    assert min(compare_random(1, 40, several, count)) >= NEAR
 
 
-def test_against_every_batch_size_of_large_ranges() -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_against_every_batch_size_of_large_ranges(count: int) -> None:
     # Too many for optimize to try all of them; what it misses is a batch that many small steps
     # divide evenly, for a job whose steps cost next to nothing.
-    near = compare_random(40, 200, [[1], [1, 3], [4], [2, 8]])
+    near = compare_random(40, 200, [[1], [1, 3], [4], [2, 8]], count)
     assert min(near) > 0.97
     assert np.quantile(near, 0.01) >= NEAR
 
@@ -225,7 +234,7 @@ def plans(draw: st.DrawFn) -> list[StagePlan]:
     ]
 
 
-@examples(150)
+@examples(48, 300)
 @given(plans(), grad_params(), questions(), st.floats(0.05, 3.0))
 def test_against_every_number_of_stages_within_memory(
     plans: list[StagePlan], gradient: GradParams, question: Question, scarcity: float

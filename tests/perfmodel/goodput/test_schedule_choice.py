@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -69,20 +70,32 @@ class Job:
 
     def played(self, plan: StagePlan, micro_bsz: int, num_microbatches: int) -> Result:
         """Play its stages, or chunks, one layer's formula at a time."""
-        forward = tuple(n * (0.01 + 0.01 * micro_bsz) for n in plan.balance)
-        kept = tuple(n * (0.01 + 0.03 * micro_bsz) for n in plan.balance)
-        modes = stage_modes(self.checkpoint, plan.perf_params.num_stages)
+        how = tuple(plan.balance), plan.perf_params.num_stages, plan.schedule
+        return self._played(*how, micro_bsz, num_microbatches)
+
+    @cache  # noqa: B019  # of a few jobs
+    def _played(
+        self,
+        balance: tuple[int, ...],
+        num_stages: int,
+        schedule: ScheduleKind,
+        micro_bsz: int,
+        num_microbatches: int,
+    ) -> Result:
+        forward = tuple(n * (0.01 + 0.01 * micro_bsz) for n in balance)
+        kept = tuple(n * (0.01 + 0.03 * micro_bsz) for n in balance)
+        modes = stage_modes(self.checkpoint, num_stages)
         each = modes * (len(kept) // len(modes))
         times = [*zip(forward, kept, each, strict=True)]
         case = Case(
             forward,
             tuple(g + f * (mode != "never") for f, g, mode in times),
             tuple(g + f * (mode == "always") for f, g, mode in times),
-            (self.copy * micro_bsz,) * (len(plan.balance) - 1),
+            (self.copy * micro_bsz,) * (len(balance) - 1),
             num_microbatches,
             overlapping=False,
         )
-        return simulate(case, plan.schedule, plan.perf_params.num_stages)
+        return simulate(case, schedule, num_stages)
 
     def memory(self, plan: StagePlan, played: Result, micro_bsz: int) -> float:
         """Return the most bytes of any device, by following what comes and goes on each."""

@@ -125,7 +125,7 @@ NODES, REPLICAS = np.tril_indices(12)  # every allocation of up to 12 replicas
 NODES, REPLICAS = REPLICAS + 1, NODES + 1
 
 
-@examples(40)
+@examples(20, 80)
 @given(pipelines(), grad_params(), st.integers(1, 64), st.sampled_from([1, 2, 8]))
 def test_monotone_never_falls_and_says_how_many_are_worth_having(
     params: PerfParams, gradient: GradParams, init_batch_size: int, factor: int
@@ -169,7 +169,7 @@ def check(
     assert found.speedup > 0
 
 
-@examples(40)
+@examples(16, 80)
 @given(pipelines(), grad_params(), st.integers(1, 64))
 def test_goodput_and_speedup_of_a_configuration_agree(
     params: PerfParams, gradient: GradParams, init_batch_size: int

@@ -56,7 +56,7 @@ def jobs() -> st.SearchStrategy[list[tuple[GoodputFunction, dict[str, Any]]]]:
     return st.lists(st.tuples(goodput_fn, limits()), min_size=1, max_size=6)
 
 
-@examples(60, 600)
+@examples(32, 600)
 @given(jobs())
 def test_a_search_among_others_finds_what_it_finds_alone(
     asked: list[tuple[GoodputFunction, dict[str, Any]]],
@@ -75,7 +75,7 @@ def test_a_search_among_others_finds_what_it_finds_alone(
                 assert value == pytest.approx(best, rel=1e-12)
 
 
-@examples(60, 600)
+@examples(32, 600)
 @given(jobs())
 def test_what_is_estimated_first_is_chosen_bit_for_bit_as_if_all_were_evaluated(
     asked: list[tuple[GoodputFunction, dict[str, Any]]],
@@ -92,7 +92,7 @@ def test_what_is_estimated_first_is_chosen_bit_for_bit_as_if_all_were_evaluated(
         np.testing.assert_array_equal(estimated.num_microbatches, evaluated.num_microbatches)
 
 
-@examples(60, 600)
+@examples(32, 600)
 @given(jobs())
 def test_candidates_passed_over_change_no_bit(
     asked: list[tuple[GoodputFunction, dict[str, Any]]],
@@ -165,7 +165,7 @@ atexit.register(ask)
     assert (done.stdout, done.stderr) == ("3 1\n3 1\n", "")
 
 
-@examples(30, 300)
+@examples(16, 300)
 @given(jobs(), st.booleans(), st.booleans())
 def test_speedups_found_together_are_those_that_each_function_would_find(
     asked: list[tuple[GoodputFunction, dict[str, Any]]], monotone: bool, based: bool

@@ -48,7 +48,7 @@ def near(expected: object) -> object:
     return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-@examples(600, 3000)
+@examples(200, 3000)
 @given(cases())
 def test_stages_are_final_when_they_are_simulated_to_be(case: Case) -> None:
     found = final_times(times_of(case), case.num_microbatches, case.overlapping)

@@ -187,6 +187,7 @@ def test_it_still_moves_at_64_gpus_under_load() -> None:
     assert fitness(later, second) > fitness(later, current(later))
 
 
+@pytest.mark.exhaustive
 def test_the_utility_band_advises_a_number_of_nodes() -> None:
     node = NodeInfo({"slots": 4})
     nodes = {f"n{n}": node for n in range(4)}

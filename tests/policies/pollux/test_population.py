@@ -53,7 +53,7 @@ def test_nothing_in_common() -> None:
     assert carried.tolist() == [[[0, 0, 0, 0]]]
 
 
-@pytest.mark.parametrize("seed", first(2, range(6)))
+@pytest.mark.parametrize("seed", first(1, range(6)))
 def test_one_policy_through_many_changes(seed: int) -> None:
     """Jobs and nodes come and go between calls; every answer is feasible and no step back."""
     rng = np.random.default_rng(seed)

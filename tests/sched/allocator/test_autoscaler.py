@@ -125,6 +125,7 @@ def test_a_refusal_is_said_and_asked_again(
 
 
 @pytest.mark.usefixtures("light_agent")
+@pytest.mark.exhaustive
 def test_real_jobs_leave_the_node_that_is_given_back(tmp_path: Path) -> None:
     """Two jobs fill a node each by half; one node is allowed."""
     names = ("node-a", "node-b")

@@ -23,6 +23,7 @@ from pipollux_sched.lifecycle import (
     Started,
 )
 from pipollux_sched.store import StateDir
+from tests.extent import examples
 from tests.sched.backend.cluster import NODES, Cluster, Replica
 from tests.sched.backends import first_membership
 
@@ -301,5 +302,5 @@ class LossyCluster(RuleBasedStateMachine):
         return key.replica in membership.replicas or key.replica in dict(membership.joining)
 
 
-LossyCluster.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+LossyCluster.TestCase.settings = settings(examples(100), stateful_step_count=60)
 TestLossyCluster = LossyCluster.TestCase

@@ -12,6 +12,7 @@ from pipollux_sched.backend.local.attempt_folder import AttemptFolder
 from pipollux_sched.lifecycle import ChangeStage, Exited, JoiningReplicaLost, Outcome
 from pipollux_sched.lifecycle.state import PendingResize
 from pipollux_sched.store import StateDir
+from tests.extent import first_points
 from tests.programs import Forked
 from tests.sched.backend.local.test_backend import TOY, TWO_NODES, wait_for, wait_for_text
 from tests.sched.backends import LaunchFiles, cpu_nodes, first_membership, local_backend
@@ -82,10 +83,13 @@ def test_what_runs_is_adopted(backend: ReplicaGroupManager, state_dir: StateDir)
 
 @pytest.mark.parametrize(
     ("args", "outcome", "says"),
-    [
-        (["--steps", "2"], Outcome.COMPLETE, ""),
-        (["--fail-at", "1"], Outcome.FAILED, "step 1 went wrong on replica 0"),
-    ],
+    first_points(
+        1,
+        [
+            (["--fail-at", "1"], Outcome.FAILED, "step 1 went wrong on replica 0"),
+            (["--steps", "2"], Outcome.COMPLETE, ""),
+        ],
+    ),
 )
 def test_what_ended_meanwhile_is_told_as_it_ended(
     backend: ReplicaGroupManager, state_dir: StateDir, args: list[str], outcome: Outcome, says: str

@@ -116,10 +116,15 @@ def test_a_new_job_waits_behind_the_others_and_nothing_is_stored(
         forecast_new(store, StateDir(tmp_path / "state"), [spec("first")])
 
 
-def test_a_policy_that_cannot_be_simulated(store: Store, tmp_path: Path) -> None:
+def test_a_policy_that_cannot_be_simulated(store: Store) -> None:
     serve(store, "WishPolicy")
     with pytest.raises(NoForecastError, match="under the policy 'wish'"):
         Forecaster(store).make()
+
+
+@pytest.mark.exhaustive
+def test_the_worker_says_that_a_policy_cannot_be_simulated(store: Store, tmp_path: Path) -> None:
+    serve(store, "WishPolicy")
     with pytest.raises(ForecastError, match="under the policy 'wish'"):
         forecast_new(store, StateDir(tmp_path / "state"), [spec("third")])
 

@@ -82,6 +82,7 @@ def test_pictures_are_drawn(tab: Visit, report: Path) -> None:
 
 
 @pytest.mark.parametrize("width", first(1, [400, 1400]))
+@pytest.mark.exhaustive
 def test_nothing_is_wider_than_the_window(browser: Browser, report: Path, width: int) -> None:
     size = {"width": width, "height": 900}
     with visit(browser, "", viewport=size, color_scheme="dark") as tab:
@@ -93,6 +94,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, report: Path, width:
         assert free == "rgb(35, 37, 41)", "the dark scheme's"
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_cut_or_hidden_in_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
     """Names of nodes and jobs are whole, and each cell of the tables is within the window."""
     node, job = "gpu-node-0.rack-12.example.org", "a-language-model-with-a-long-name"
@@ -139,6 +141,7 @@ def test_pointing_and_keys_read_a_picture(tab: Visit, report: Path) -> None:
     expect(curve.locator(".cursor circle")).to_have_count(4)
 
 
+@pytest.mark.exhaustive
 def test_a_part_is_shown_alone_and_all_again(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
     gantt = page.locator("[data-chart=gantt]")
@@ -178,6 +181,7 @@ def test_hostile_names_are_text(tab: Visit, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_without_scripts_all_words_and_tables_stay(browser: Browser, report: Path) -> None:
     with visit(browser, "", java_script_enabled=False) as tab:
         tab.page.goto(report.as_uri())
@@ -185,6 +189,7 @@ def test_without_scripts_all_words_and_tables_stay(browser: Browser, report: Pat
         expect(tab.page.locator("#jobs tbody tr:has(th)")).to_have_count(2)
 
 
+@pytest.mark.exhaustive
 def test_labels_over_the_chart_never_cross(tab: Visit, report: Path) -> None:
     """Lanes against their definition, on rows of flags placed at random."""
     rnd = random.Random(3)  # noqa: S311  # chance for a test's data, not a secret

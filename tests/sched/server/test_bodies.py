@@ -111,7 +111,7 @@ def send(service: Service, path: str, content: bytes | str) -> int:
 
 @pytest.mark.parametrize("path", PLACES)
 def test_what_is_spoilt_by_something(service: Service, path: str) -> None:
-    @examples(60)
+    @examples(24, 120)
     @given(spoilt(PLACES[path][1]))
     def check(body: Any) -> None:
         send(service, path, json.dumps(body))

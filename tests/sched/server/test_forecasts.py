@@ -35,6 +35,7 @@ def estimate(low: float, median: float | None, high: float | None) -> dict[str, 
     return {"low": low, "median": median, "high": high}
 
 
+@pytest.mark.exhaustive
 def test_a_new_job_is_forecast_and_not_stored(service: Service) -> None:
     before = service.store.last_event()
     answer = service.admin.post("/jobs/forecast", json={"jobs": [NEW]})
@@ -61,6 +62,10 @@ def test_what_would_not_be_submitted_is_not_forecast(service: Service) -> None:
         answer = client.post("/jobs/forecast", json={"jobs": [{**NEW, **changes}]})
         assert answer.status_code == status, answer.text
         assert text in answer.json()["detail"]
+
+
+@pytest.mark.exhaustive
+def test_a_policy_that_cannot_be_simulated(service: Service) -> None:
     service.store.add_event("cluster", {"nodes": {}, "policy": "Mine"})
     answer = service.admin.post("/jobs/forecast", json={"jobs": [NEW]})
     assert answer.status_code == 409

@@ -41,7 +41,7 @@ def test_ended_connections_leave_nothing_behind(
             service.submit("a", ["node-a"])
             token = service.store.job("a").token
             held = [watch(monkeypatch, kind) for kind in (BoundedProtocol, RequestResponseCycle)]
-            for number in range(30):
+            for number in range(10):
                 with service.client(token) as client:
                     assert client.post("/jobs/a/reports", json=report(step=number)).is_success
                     client.put("/jobs/a/hints?attempt=1", json={})

@@ -58,6 +58,7 @@ def test_the_token_is_asked_for_refused_and_kept(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_a_link_with_the_token_does_not_stay_in_the_address(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".state")).to_have_text("live")
@@ -97,6 +98,7 @@ def test_the_overview(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_the_teams(tab: Visit, service: Service) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".jobs tbody tr")).to_have_count(2)
@@ -234,6 +236,7 @@ def test_the_page_of_a_job(tab: Visit) -> None:
 
 
 @pytest.mark.parametrize("width", first(1, [400, 2560]))
+@pytest.mark.exhaustive
 def test_nothing_is_wider_than_the_window(browser: Browser, service: Service, width: int) -> None:
     size = {"width": width, "height": 900}
     dark = {"color_scheme": "dark", "reduced_motion": "reduce"}
@@ -259,6 +262,7 @@ def buttons(page: Page) -> set[str]:
     return {str(one.get_attribute("aria-label")) for one in page.locator("main button").all()}
 
 
+@pytest.mark.exhaustive
 def test_who_may_not_act_sees_no_button(browser: Browser, service: Service) -> None:
     """What would be refused is not offered: to viewers nothing, to users their own jobs."""
     service.submit("hers", user="ana", team=None)
@@ -277,6 +281,7 @@ def test_who_may_not_act_sees_no_button(browser: Browser, service: Service) -> N
             tab.check()
 
 
+@pytest.mark.exhaustive
 def test_usage_stands_above_the_slots_that_it_is_of(tab: Visit) -> None:
     """The bar of a node has the scale of its slots, moment by moment, and the colour of no job."""
     page = tab.open(ADMIN)
@@ -305,6 +310,7 @@ def test_usage_stands_above_the_slots_that_it_is_of(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_whose_job_it_is_and_what_it_runs(tab: Visit, service: Service) -> None:
     service.control.set_teams(TeamsSpec.model_validate({"teams": [{"name": "vision"}]}))
     arguments = ["--epochs", "3", "--note", "it's one", ""]
@@ -321,6 +327,7 @@ def test_whose_job_it_is_and_what_it_runs(tab: Visit, service: Service) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_the_log_of_a_failed_job_comes_first(tab: Visit) -> None:
     page = tab.open(ADMIN, "/jobs/hostile")
     expect(page.locator(".log")).to_contain_text("first line")
@@ -333,6 +340,7 @@ def test_the_log_of_a_failed_job_comes_first(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_gpus_are_shown_with_their_use_and_problems(tab: Visit, service: Service) -> None:
     known = {"index": 3, "name": "NVIDIA H200", "utilization": 0.874, "memory_total": 141 * 2**30}
     device = {**known, "slot": 0, "id": "GPU-1a2b3c4d-1", "job": "grown", "problem": ""}
@@ -367,6 +375,7 @@ def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_nothing_moves_while_the_page_loads_or_scrolls(browser: Browser, service: Service) -> None:
     """A button that moves between the press and the release of the pointer is not clicked."""
     held: list[Route] = []

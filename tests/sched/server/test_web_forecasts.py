@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from playwright.sync_api import expect
 
 from pipollux_sched.lifecycle import Allocate, Exited, Outcome
@@ -12,6 +13,7 @@ from tests.sched.server.browser import Visit
 from tests.sched.supervised import ADMIN, Service
 
 
+@pytest.mark.exhaustive
 def test_forecasts_and_how_they_turned_out(tab: Visit, service: Service) -> None:
     store, now = service.store, time.time()
     service.submit("done")

@@ -15,6 +15,7 @@ from tests.sched.supervised import ADMIN, Service
 from tests.waiting import until
 
 
+@pytest.mark.exhaustive
 def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
     """One job takes the lowest of three slots, another two; who comes later waits for its own."""
     page = tab.open(ADMIN)
@@ -31,6 +32,7 @@ def test_no_slot_is_drawn_for_two(tab: Visit) -> None:
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_who_stays_is_drawn_where_it_was(tab: Visit) -> None:
     """At an elastic resize that leaves a lower slot free, too."""
     page = tab.open(ADMIN)

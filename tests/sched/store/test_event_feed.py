@@ -11,6 +11,7 @@ import pytest
 
 from pipollux_sched.store import Store
 from pipollux_sched.store.event_feed import EventFeed
+from tests.extent import first
 
 
 class Listener:
@@ -25,7 +26,7 @@ class Listener:
             self.done.set()
 
 
-@pytest.mark.parametrize("types", [None, ("told",)])
+@pytest.mark.parametrize("types", first(1, [("told",), None]))
 def test_every_event_once_and_in_order(tmp_path: Path, types: Collection[str] | None) -> None:
     """More than one look takes, told before and after the start, among many of another type."""
     with Store(tmp_path / "pipollux.db", create=True) as store:

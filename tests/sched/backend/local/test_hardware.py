@@ -96,6 +96,7 @@ def test_a_container_has_what_its_cgroup_allows(
     assert node.memory == 1048576
 
 
+@pytest.mark.exhaustive
 def test_torch_is_asked_where_there_are_devices_and_no_tools(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ signal.pause()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_stop_that_torch_hides_is_a_stop(tmp_path: Path) -> None:
     """Its calls are timed, and one that is interrupted before that raises another error."""
     script, began, result = (tmp_path / name for name in ("saves.py", "began", "result.json"))

@@ -67,6 +67,7 @@ def test_each_job_runs_as_its_user_and_sees_nothing_of_the_scheduler(case: Case)
     assert case.state_dir.path.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.exhaustive
 def test_what_becomes_of_those_that_fail_is_said_in_one_line(case: Case, hosts: Hosts) -> None:
     """A script's own error, a folder that its user may not enter, a user that a node lacks."""
     user, other = USERS
