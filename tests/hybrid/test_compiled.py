@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipollux_hybrid import HybridParallel, init_process_group
-from tests.extent import first
 from tests.hybrid.models import Residual, assert_close, make_data, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -64,8 +63,9 @@ def check(backend: str, processes: int, checkpoint: str) -> None:
     assert_close(compiled, plain, 0 if backend == "eager" else 1e-9)
 
 
-@pytest.mark.parametrize("processes", first(1, [2, 1]))
-@pytest.mark.parametrize("checkpoint", first(1, ["except_last", "never"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["except_last", "never"])
 def test_compiled_layers_train_like_plain_ones(processes: int, checkpoint: str) -> None:
     check("eager", processes, checkpoint)
 

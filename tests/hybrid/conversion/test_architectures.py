@@ -46,7 +46,7 @@ def named(kind: str) -> Row:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the models
-@pytest.mark.parametrize("kind", first(8, USUAL))
+@pytest.mark.parametrize("kind", first(7, USUAL))
 def test_layers_are_exact(kind: str) -> None:
     result = check.check(architectures.build(named(kind)))
     assert (result.result, result.detail) == ("exact", "")
