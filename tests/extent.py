@@ -111,14 +111,6 @@ def first_points(usual: int, points: Sequence[Sequence[Any]]) -> list[Any]:
     ]
 
 
-def first_points(usual: int, points: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return points for `parametrize` of several names, like :func:`first`."""
-    return [
-        pytest.param(*point, marks=() if number < usual else pytest.mark.exhaustive)
-        for number, point in enumerate(points)
-    ]
-
-
 def is_exhaustive(item: pytest.Item) -> bool:
     """Whether a test runs in `make test-exhaustive` alone."""
     return item.get_closest_marker("exhaustive") is not None
