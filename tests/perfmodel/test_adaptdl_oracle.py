@@ -248,6 +248,7 @@ def test_fits_of_noisy_data_predict_as_well_as_theirs() -> None:
     assert ours.mean() < 0.6 * NOISE
 
 
+@pytest.mark.exhaustive
 def test_fits_of_data_beyond_their_formulas_are_better() -> None:
     # The network grows by the logarithm, and replicas on a node slow each other down.
     beyond = {"growth_n": 0.2, "contention": 0.05, "two_node_penalty": 0.3}

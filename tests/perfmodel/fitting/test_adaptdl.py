@@ -44,6 +44,7 @@ def test_the_same_where_little_was_seen(
 
 
 @pytest.mark.parametrize("count", first(1, [3, 15]))
+@pytest.mark.exhaustive
 def test_the_same_on_random_profiles(count: int) -> None:
     for index, job in enumerate(random_jobs(count)):
         same(job, noise=0.05 if index % 3 == 2 else 0.0)

@@ -80,6 +80,7 @@ def test_a_fit_that_saw_one_rack_is_optimistic_about_the_others():
     assert found.at_level(2) == found.at_level(1) == found
 
 
+@pytest.mark.exhaustive
 def test_a_fit_that_saw_other_racks_only_is_optimistic_about_one_rack():
     found = fit_perf_params(**measure(LOCAL + ZONE))
     assert found.alpha_n == pytest.approx(1.1 * found.alpha_r)
@@ -102,6 +103,7 @@ def test_growth_that_was_not_measured_is_that_of_the_next_lower_level():
     assert found.beta_n > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_levels_of_one_node_do_not_matter():
     data = measure(LOCAL + RACK)
     strange = {**data, "level": np.where(data["num_nodes"] == 1, 7, data["level"])}
@@ -128,6 +130,7 @@ def test_the_gradient_of_the_loss(seed):
     assert (gradient[13:] != 0).all()
 
 
+@pytest.mark.exhaustive
 def test_the_report_has_an_error_per_level_and_names_the_assumed_one():
     report = fit_measurements(**measure(LOCAL + RACK + ZONE)).report
     names = {regime.name: regime.mean_error for regime in report.regimes}

@@ -25,6 +25,7 @@ from pipollux_perfmodel.timing.step_time import (
     pipeline_factor,
     slowdown,
 )
+from tests.extent import turns
 from tests.perfmodel.differentiated import Numbers, gradient_of
 
 BLANK = PerfParams(*[1e-8] * 6, 1.0)
@@ -110,8 +111,10 @@ def compare(shape: PerfParams, profile: Profile, values: np.ndarray, rounding: f
     np.testing.assert_allclose(gradient * steps, exact * steps, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("compute", ["all", "some", "none"])
+@pytest.mark.parametrize(
+    ("checkpoint", "compute"),
+    turns(["never", "except_last", "always"], ["all", "some", "none"]),
+)
 def test_the_gradient_is_autograds(checkpoint: Checkpoint, compute: str) -> None:
     rng = np.random.default_rng(len(checkpoint) * 10 + len(compute))
     for rounding in (1e-2, 1e-4, 1e-9) * 15:

@@ -45,6 +45,7 @@ def test_stragglers_are_named_and_do_not_mislead(noise: float, seed: int) -> Non
     assert all(regime.worst_error < 0.3 for regime in found.report.regimes)
 
 
+@pytest.mark.exhaustive
 def test_stragglers_turn_a_fit_of_squares() -> None:
     # So the test above can fail: AdaptDL's loss does not resist ten times the time.
     clean = measure(TRUTH)

@@ -189,7 +189,7 @@ def chosen(job: Job, num_replicas: int = 1, limit: float | None = None, **asked:
 @pytest.mark.parametrize(
     "case",
     first(
-        3,
+        2,
         [
             ("never", 1),
             ("except_last", 2),

@@ -152,7 +152,7 @@ def test_many_threads(store: Store) -> None:
 
     def report(name: str) -> None:
         try:
-            for step in range(20):
+            for step in range(8):
                 store.add_report(name, 1, [point(step), point(step)])
                 assert len(store.events(job=name, types=["progress"])) % 2 == 0
         except BaseException as error:  # handed to the test, whatever it is
@@ -164,7 +164,7 @@ def test_many_threads(store: Store) -> None:
     for thread in threads:
         thread.join(240)
     assert failures == []
-    assert len(store.events(types=["progress"])) == 8 * 40
+    assert len(store.events(types=["progress"])) == 8 * 16
 
 
 def test_waiting_for_a_commit(store: Store) -> None:
