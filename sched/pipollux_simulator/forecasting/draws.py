@@ -21,7 +21,7 @@ from .state import ForecastJob, ForecastState, ForecastSweep, JobKind
 
 MOST_ARRIVALS = 200
 """Most future jobs of a sample."""
-_LENGTH, _KIND, _ARRIVALS, _PLANNED = 0, 2, 3, 4
+_LENGTH, _KIND, _ARRIVALS, _PLANNED, _STOP, _RUNNING = 0, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class SampledJob:
     is_measured: bool
     inherits: bool
     arrives: float
+    factor: float = 1.0
+    """On its work, by the errors of past running times."""
 
 
 class Draws:
@@ -54,12 +56,22 @@ class Draws:
         self._seed = seed
         self._samples = samples
         self._kinds = [kind for kind in state.kinds if kind.work]
+        self._running: dict[str, list[float]] = {}
+        for error in state.errors:
+            if error.running is not None:
+                self._running.setdefault(error.family, []).append(error.running)
         self._own = {job.name: self._strata(job.name) for job in state.jobs}
+        self._stops = self._places(_STOP).tolist()
         self._planned = {sweep.name: self._strata_of_planned(sweep) for sweep in state.sweeps}
 
     def jobs(self, sample: int) -> list[SampledJob]:
         """Return the unfinished jobs of a sample."""
         return [self._job(job, sample) for job in self._state.jobs]
+
+    def _factor(self, job: ForecastJob, place: float) -> float:
+        """Return the factor on a job's running time, by the errors of its family; 1: it trains."""
+        errors = self._running.get(job.family)
+        return math.exp(quantile(errors, place)) if job.is_new and errors else 1.0
 
     def planned(self, sample: int) -> dict[str, list[SampledJob]]:
         """Return the trials to come in a sample, by sweep; they share all but name and work."""
@@ -69,12 +81,13 @@ class Draws:
             kind = self._kind(float(places[_KIND][sample]))
             truth = self._truth(job, kind)
             arrives = min(job.info.created, self._state.now)
+            factor = self._factor(job, float(places[_RUNNING][sample]))
             found[sweep.name] = [
                 SampledJob(
                     f"{sweep.name} trial {number}",
                     job.info,
                     truth,
-                    self._work(job.info, length, kind),
+                    self._work(job.info, length, kind) * factor,
                     job.is_measured,
                     job.inherits,
                     arrives,
@@ -87,7 +100,9 @@ class Draws:
         """Return the jobs of a sample that arrive later, up to a time.
 
         The rate is uncertain, too: it has the gamma distribution that follows from the number of
-        recent arrivals (with Jeffreys' prior).
+        recent arrivals (with Jeffreys' prior). So is the time when arrivals stop: after a spell of
+        t seconds, they go on for x seconds more with probability t / (t + x), which holds if this
+        moment is as likely in any part of the whole spell (Gott, 1993).
         """
         state = self._state
         if not state.arrival_seconds or not self._kinds:
@@ -95,7 +110,8 @@ class Draws:
         rng = np.random.default_rng([self._seed, _ARRIVALS, sample])
         rate = rng.gamma(state.num_arrivals + 0.5) / state.arrival_seconds
         found: list[SampledJob] = []
-        moment = state.now
+        moment, place = state.now, self._stops[sample]
+        until = min(until, state.now + state.spell_seconds * place / (1 - place))
         while rate > 0 and len(found) < MOST_ARRIVALS:
             moment += rng.exponential(1 / rate)
             if moment > until:
@@ -109,11 +125,14 @@ class Draws:
 
     def _strata(self, name: str) -> dict[int, list[float]]:
         found = {}
-        for purpose in (_LENGTH, _KIND):
-            rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), purpose])
-            places = (rng.permutation(self._samples) + rng.random(self._samples)) / self._samples
-            found[purpose] = places.tolist()
+        for purpose in (_LENGTH, _KIND, _RUNNING):
+            found[purpose] = self._places(zlib.crc32(name.encode()), purpose).tolist()
         return found
+
+    def _places(self, *purpose: int) -> np.ndarray:
+        """Return one draw between 0 and 1 for each sample, stratified."""
+        rng = np.random.default_rng([self._seed, *purpose])
+        return (rng.permutation(self._samples) + rng.random(self._samples)) / self._samples
 
     def _strata_of_planned(self, sweep: ForecastSweep) -> dict[int, np.ndarray]:
         """Return the draws of all trials to come, lengths as rows; all are of one kind.
@@ -128,14 +147,18 @@ class Draws:
             lengths = (rng.random(shape).argsort(axis=1) + rng.random(shape)) / self._samples
         else:
             lengths = np.tile(strata[_LENGTH], (sweep.num_planned, 1))
-        return {_LENGTH: lengths, _KIND: np.array(strata[_KIND])}
+        return {_LENGTH: lengths} | {k: np.array(strata[k]) for k in (_KIND, _RUNNING)}
 
     def _job(self, job: ForecastJob, sample: int) -> SampledJob:
-        length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
+        purposes = _LENGTH, _KIND, _RUNNING
+        length, which, running = (self._own[job.name][purpose][sample] for purpose in purposes)
         kind = self._kind(which)
         work, truth = self._work(job.info, length, kind), self._truth(job, kind)
-        arrives = min(job.info.created, self._state.now)
-        return SampledJob(job.name, job.info, truth, work, job.is_measured, job.inherits, arrives)
+        arrives, factor = min(job.info.created, self._state.now), self._factor(job, running)
+        return SampledJob(
+            *(job.name, job.info, truth, work * factor, job.is_measured, job.inherits, arrives),
+            factor=factor,
+        )
 
     def _kind(self, which: float) -> JobKind | None:
         return self._kinds[int(which * len(self._kinds))] if self._kinds else None
