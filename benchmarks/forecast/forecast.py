@@ -154,7 +154,7 @@ def running_errors(rows: Sequence[Row], cluster: ObservedCluster) -> Iterator[Pa
         job = jobs[row["job"]]
         if job.started is not None and job.completed is not None:
             error = running_error(row["running_seconds"], job.completed - job.started)
-            yield PastError(family_of(job.name), None, error)
+            yield PastError(family_of(job.name), None, running=error)
 
 
 def workload(artifact: Path, number: int) -> tuple[JobArrival, ...]:

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from .state import ForecastJob, ForecastState, ForecastSweep, JobKind
 
 MOST_ARRIVALS = 200
 """Most future jobs of a sample."""
-_LENGTH, _KIND, _ARRIVALS, _PLANNED, _STOP, _RUNNING = 0, 2, 3, 4, 5, 6
+_LENGTH, _KIND, _ARRIVALS, _PLANNED, _STOP = 0, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ class Draws:
         self._seed = seed
         self._samples = samples
         self._kinds = [kind for kind in state.kinds if kind.work]
-        self._running: dict[str, list[float]] = {}
+        running: dict[str, list[float]] = {}
         for error in state.errors:
             if error.running is not None:
-                self._running.setdefault(error.family, []).append(error.running)
+                running.setdefault(error.family, []).append(error.running)
+        self._factors = {family: math.exp(median(errors)) for family, errors in running.items()}
         self._own = {job.name: self._strata(job.name) for job in state.jobs}
         self._stops = self._places(_STOP).tolist()
         self._planned = {sweep.name: self._strata_of_planned(sweep) for sweep in state.sweeps}
@@ -68,10 +70,12 @@ class Draws:
         """Return the unfinished jobs of a sample."""
         return [self._job(job, sample) for job in self._state.jobs]
 
-    def _factor(self, job: ForecastJob, place: float) -> float:
-        """Return the factor on a job's running time, by the errors of its family; 1: it trains."""
-        errors = self._running.get(job.family)
-        return math.exp(quantile(errors, place)) if job.is_new and errors else 1.0
+    def _factor(self, job: ForecastJob) -> float:
+        """Return the factor on a job's running time, by the errors of its family; 1: it trains.
+
+        The median: how far lengths differ within a family is in the draws of lengths.
+        """
+        return self._factors.get(job.family, 1.0) if job.is_new else 1.0
 
     def planned(self, sample: int) -> dict[str, list[SampledJob]]:
         """Return the trials to come in a sample, by sweep; they share all but name and work."""
@@ -81,7 +85,7 @@ class Draws:
             kind = self._kind(float(places[_KIND][sample]))
             truth = self._truth(job, kind)
             arrives = min(job.info.created, self._state.now)
-            factor = self._factor(job, float(places[_RUNNING][sample]))
+            factor = self._factor(job)
             found[sweep.name] = [
                 SampledJob(
                     f"{sweep.name} trial {number}",
@@ -125,7 +129,7 @@ class Draws:
 
     def _strata(self, name: str) -> dict[int, list[float]]:
         found = {}
-        for purpose in (_LENGTH, _KIND, _RUNNING):
+        for purpose in (_LENGTH, _KIND):
             found[purpose] = self._places(zlib.crc32(name.encode()), purpose).tolist()
         return found
 
@@ -147,14 +151,13 @@ class Draws:
             lengths = (rng.random(shape).argsort(axis=1) + rng.random(shape)) / self._samples
         else:
             lengths = np.tile(strata[_LENGTH], (sweep.num_planned, 1))
-        return {_LENGTH: lengths} | {k: np.array(strata[k]) for k in (_KIND, _RUNNING)}
+        return {_LENGTH: lengths, _KIND: np.array(strata[_KIND])}
 
     def _job(self, job: ForecastJob, sample: int) -> SampledJob:
-        purposes = _LENGTH, _KIND, _RUNNING
-        length, which, running = (self._own[job.name][purpose][sample] for purpose in purposes)
+        length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
         kind = self._kind(which)
         work, truth = self._work(job.info, length, kind), self._truth(job, kind)
-        arrives, factor = min(job.info.created, self._state.now), self._factor(job, running)
+        arrives, factor = min(job.info.created, self._state.now), self._factor(job)
         return SampledJob(
             *(job.name, job.info, truth, work * factor, job.is_measured, job.inherits, arrives),
             factor=factor,

@@ -17,8 +17,8 @@ of several jobs, of any families.
 
 The running time of a job that has not started is corrected within the samples, so that a job which
 waits for several others averages over their errors: a new job knows only how its family began, when
-gradients have less noise. Its predicted running time is multiplied by how much longer or shorter
-those of its family were in the end.
+gradients have less noise. Its predicted running time is multiplied by the median of the factors by
+which those of its family were longer or shorter in the end.
 """
 
 from __future__ import annotations
