@@ -19,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ from pipollux_simulator import (
     requests_for,
 )
 from pipollux_simulator.forecasting.draws import quantile
-from pipollux_simulator.forecasting.errors import ERROR, score
+from pipollux_simulator.forecasting.errors import ERROR, START_ERROR, running_error, score
 from pipollux_simulator.forecasting.forecast import estimate, sample_times, summarize
-from pipollux_simulator.forecasting.observed import ARRIVAL_SECONDS, ObservedCluster
+from pipollux_simulator.forecasting.observed import ObservedCluster
 from pipollux_simulator.forecasting.sample import Times
+from pipollux_simulator.forecasting.state import ARRIVAL_SECONDS
 
 WORKLOADS = (1, 2, 3, 6)
 EARLIER = 101
@@ -54,11 +56,13 @@ POLICY = "exact"
 NUM_NODES = 16
 """Of the public experiments, and of those that workloads are drawn for."""
 DRAWN = 100
-"""From this number on, workloads are drawn; `errors.ERROR` was chosen on 101."""
+"""From this number on, workloads are drawn. The constants of `errors` were chosen on such ones."""
 TOLD = {"exact": "known", "learned": "unknown"}
 SLACK = 1.0
 """Seconds by which a start or end may miss an interval."""
 Row = Mapping[str, Any]
+Spreads = tuple[float, float]
+"""`ERROR` and `START_ERROR`."""
 
 
 def main() -> None:
@@ -72,6 +76,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=NUM_NODES)
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--error", type=float, default=ERROR)
+    parser.add_argument("--start-error", type=float, default=START_ERROR)
     parser.add_argument("--found", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -81,18 +86,19 @@ def main() -> None:
     if options.found:
         cases = [case for case in cases if _file(options, *case).exists()]
     found = {case: measured(options, *case) for case in cases}
-    print(table(found, tolds, {}, options.error))
+    spreads = options.error, options.start_error
+    print(table(found, tolds, {}, spreads))
     if all(_file(options, told, EARLIER).exists() for told in tolds):
         earlier = {told: measured(options, told, EARLIER) for told in tolds}
-        before = {told: _all_errors(rows, options.error) for told, rows in earlier.items()}
+        before = {told: _all_errors(rows, spreads) for told, rows in earlier.items()}
         print(f"\nWith the past errors of workload {EARLIER} from the start:\n")
-        print(table(found, tolds, before, options.error))
+        print(table(found, tolds, before, spreads))
     print(cost(found))
 
 
-def _all_errors(rows: Sequence[Row], error: float) -> list[PastError]:
+def _all_errors(rows: Sequence[Row], spreads: Spreads) -> list[PastError]:
     last = {**rows[0], "now": math.inf}
-    return [*errors_before(last, rows, error)]
+    return [*errors_before(last, rows, spreads)]
 
 
 def measured(options: argparse.Namespace, told: str, number: int) -> list[Row]:
@@ -129,7 +135,8 @@ def simulate(options: argparse.Namespace, told: str, number: int) -> list[dict[s
     def observe(cluster: ObservedCluster) -> None:
         if moments.is_due(cluster.now):
             starts = [job.started for job in cluster.known_jobs() if job.started is not None]
-            rows.extend(forecasts(cluster.state(), options.policy, starts))
+            state = replace(cluster.state(), errors=tuple(running_errors(rows, cluster)))
+            rows.extend(forecasts(state, options.policy, starts))
 
     policy = make_policy(options.policy)
     cluster = ObservedCluster(jobs, applications, nodes, policy, settings, observe=observe)
@@ -138,6 +145,16 @@ def simulate(options: argparse.Namespace, told: str, number: int) -> list[dict[s
         row["started"], row["completed"] = done[row["job"]].started, done[row["job"]].completed
         row["arrived"] = done[row["job"]].arrival.time
     return rows
+
+
+def running_errors(rows: Sequence[Row], cluster: ObservedCluster) -> Iterator[PastError]:
+    """Yield the errors of running times that are known by now; the samples depend on them."""
+    jobs = {job.name: job for job in cluster.known_jobs()}
+    for row in rows:
+        job = jobs[row["job"]]
+        if job.started is not None and job.completed is not None:
+            error = running_error(row["running_seconds"], job.completed - job.started)
+            yield PastError(family_of(job.name), None, running=error)
 
 
 def workload(artifact: Path, number: int) -> tuple[JobArrival, ...]:
@@ -174,6 +191,9 @@ def forecasts(state: ForecastState, policy: str, starts: Sequence[float]) -> lis
             "now": state.now,
             "times": [sample[job.name] for sample in samples],
             "is_new": job.is_new,
+            "running_seconds": summarize(
+                job, [sample[job.name] for sample in samples], state
+            ).running_seconds,
             "naive": naive(job, state),
             "naive_start": naive_start(queue.index(job.name), starts, state.now)
             if job.is_new
@@ -210,7 +230,7 @@ def table(
     found: Mapping[tuple[str, int], Sequence[Row]],
     tolds: Sequence[str],
     before: Mapping[str, Sequence[PastError]],
-    error: float,
+    spreads: Spreads,
 ) -> str:
     """Return coverage and errors, per workload and over all."""
     head = (
@@ -225,16 +245,16 @@ def table(
         past = before.get(told, ())
         for name, rows in parts.items():
             lines.append(
-                f"| {TOLD.get(told, told)} | {name} | {' | '.join(_cells(rows, past, error))} |"
+                f"| {TOLD.get(told, told)} | {name} | {' | '.join(_cells(rows, past, spreads))} |"
             )
     return "\n".join(lines)
 
 
-def _cells(rows: Sequence[Row], past: Sequence[PastError], error: float) -> list[str]:
+def _cells(rows: Sequence[Row], past: Sequence[PastError], spreads: Spreads) -> list[str]:
     ends, widths, errors, plain, ours, naives = [], [], [], [], [], []
     begun: list[tuple[bool, float, float, float]] = []
     for row in rows:
-        found = forecast_of(row, [*past, *errors_before(row, rows, error)], error)
+        found = forecast_of(row, [*past, *errors_before(row, rows, spreads)], spreads)
         now, completed = row["now"], row["completed"]
         ends.append(_covers(found.end, completed))
         widths.append(_width(found.end, now, completed))
@@ -273,24 +293,24 @@ def _error(median: float, now: float, actual: float) -> float:
     return abs(median - actual) / (actual - now)
 
 
-def forecast_of(row: Row, past: Sequence[PastError], error: float) -> JobForecast:
+def forecast_of(row: Row, past: Sequence[PastError], spreads: Spreads) -> JobForecast:
     """Return the forecast of a job from its samples, as corrected by past errors."""
     info = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, row["arrived"], 1, 1)  # noqa: ARG005  # not used
     job = ForecastJob(row["job"], info, is_new=row["is_new"], family=family_of(row["job"]))
     state = ForecastState(row["now"], {}, (job,), errors=tuple(past))
-    return summarize(job, [Times(*both) for both in row["times"]], state, error)
+    return summarize(job, [Times(*both) for both in row["times"]], state, *spreads)
 
 
-def errors_before(row: Row, rows: Sequence[Row], error: float) -> Iterator[PastError]:
+def errors_before(row: Row, rows: Sequence[Row], spreads: Spreads) -> Iterator[PastError]:
     """Yield the errors of the forecasts whose jobs had completed when a forecast was made."""
     for one in rows:
         if (one["told"], one["workload"]) != (row["told"], row["workload"]):
             continue
         if one["completed"] <= row["now"]:
-            raw = estimate([times[1] for times in one["times"]])
-            value = score(raw, one["now"], one["completed"], error)
-            if value is not None:
-                yield PastError(family_of(one["job"]), value)
+            moments = (one["completed"], one["started"])
+            raw = [estimate([times[i] for times in one["times"]]) for i in (1, 0)]
+            end, start = map(score, raw, [one["now"]] * 2, moments, spreads)
+            yield PastError(family_of(one["job"]), end, start if one["is_new"] else None)
 
 
 def _percent(values: Sequence[bool]) -> str:

@@ -298,6 +298,30 @@ def test_what_stands_on_the_command_line_overrides_the_environment(
             assert "tttt" not in said
 
 
+def test_the_token_of_a_user_is_not_ignored_beside_a_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command would be the admin's, and its job, say, of nobody."""
+    for name in ("PIPOLLUX_SERVER", "PIPOLLUX_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    command = ["jobs", "--state-dir", str(tmp_path / "state")]
+    with kept(tmp_path / "state", Clock()):
+        with pytest.raises(SystemExit) as ended:
+            main(["--token-file", str(token), *command])
+        said = capsys.readouterr()
+        result = subprocess.CompletedProcess([], int(ended.value.code or 0), said.out, said.err)
+        assert "--token-file is not used" in one_sentence(result, 2)
+        assert "with --server" in said.err
+        monkeypatch.setenv("PIPOLLUX_TOKEN_FILE", str(token))
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        said = capsys.readouterr()
+        assert not ended.value.code, said.err
+        assert "PIPOLLUX_TOKEN_FILE is not used" in said.err
+
+
 class answering:  # noqa: N801  # used as a function is
     """Something that answers every request alike, and is no scheduler of this version."""
 

@@ -27,8 +27,10 @@ from pipollux_simulator import (
     forecast,
 )
 from pipollux_simulator.applications.trace_model import linear_speedup
-from pipollux_simulator.forecasting.errors import corrected, score
+from pipollux_simulator.forecasting.draws import Draws
+from pipollux_simulator.forecasting.errors import START_ERROR, corrected, score
 from pipollux_simulator.forecasting.observed import MOST_KINDS, ObservedCluster
+from pipollux_simulator.forecasting.state import spell
 from tests.simulator.simulator_cases import Steady
 
 NOW = 1000.0
@@ -60,7 +62,7 @@ def forecasts(
 ) -> dict[str, JobForecast]:
     state = ForecastState(NOW, nodes, tuple(jobs), **fields)
     made = lambda: make_policy(policy, seed=0)  # noqa: E731  # one line
-    return forecast(state, made, seed=3, effort=effort, error=error)
+    return forecast(state, made, seed=3, effort=effort, error=error, start_error=error)
 
 
 def exactly(moment: float) -> Any:
@@ -118,7 +120,7 @@ def test_a_forecast_without_unknowns_is_what_the_simulation_does_next(policy: st
     ]
     [state] = states
     alone = replace(state, arrival_seconds=0.0)
-    found = forecast(alone, lambda: make_policy(policy, seed=0), error=0.0)
+    found = forecast(alone, lambda: make_policy(policy, seed=0), error=0.0, start_error=0.0)
     done = {job.name: job for job in result.jobs}
     assert len(found) >= 3
     for name, job in found.items():
@@ -232,6 +234,71 @@ def test_scores_by_hand(end: tuple[float, float, float], expected: float | None)
     assert score(Estimate(*end), 0.0, 40.0, error=0.0) == pytest.approx(expected)
 
 
+def test_starts_are_corrected_by_their_own_errors() -> None:
+    """Those before the median weigh more than the normal scores that were there first."""
+    jobs = running("a", remaining_work=1000.0), waiting("b", remaining_work=50.0)
+    state = ForecastState(NOW, ONE_GPU, jobs)
+    policy = lambda: make_policy("fifo", seed=0)  # noqa: E731  # one line
+    first = forecast(state, policy)["b"]
+    assert first.start is not None
+    factors = [math.exp(place * START_ERROR) for place in (-1, 0, 1)]
+    assert first.start == pytest.approx([NOW + 1000 * factor for factor in factors])
+    assert first.uncorrected_start == exactly(NOW + 1000)
+    early = tuple(PastError("other", 0.0, start=-1.0) for _ in range(2000))
+    found = forecast(replace(state, errors=early), policy)
+    assert found["b"].start == pytest.approx([NOW + 1000 * factors[0]] * 3, rel=1e-3)
+    assert found["b"].uncorrected_start == exactly(NOW + 1000)
+    assert found["a"].end.median == pytest.approx(NOW + 1000)
+
+
+def test_running_times_of_new_jobs_are_those_of_their_family() -> None:
+    """Jobs of family `slow` took twice as long as predicted, or four times; one trains already."""
+    errors = tuple(PastError("slow", None, running=math.log(factor)) for factor in (2.0, 4.0) * 2)
+    jobs = [
+        replace(running("a", remaining_work=100.0), family="slow"),
+        replace(waiting("b", 500.0, remaining_work=1000.0), family="slow"),
+        replace(waiting("c", 600.0, remaining_work=1000.0), family="other"),
+        waiting("d", 700.0, remaining_work=10.0),
+    ]
+    found = forecasts(*jobs, errors=errors)
+    assert found["a"].end == exactly(NOW + 100)
+    assert found["b"].start == exactly(NOW + 100)
+    assert found["b"].end == exactly(NOW + 130 + 1000 * math.sqrt(8))
+    assert found["c"].end.median - found["b"].end.median == pytest.approx(1030)
+    # Predictions to learn from are those without the factors.
+    running_seconds = [found[name].running_seconds for name in "abcd"]
+    assert running_seconds[0] is None
+    assert running_seconds[1:] == pytest.approx([1000 + 10, 1030, 40], abs=10)
+
+
+@pytest.mark.parametrize("seconds", [36000.0, 100000.0])
+def test_arrivals_go_on_for_about_as_long_as_they_have(seconds: float) -> None:
+    kind = JobKind(replace(info(), remaining_work=500.0), (500.0,))
+    state = ForecastState(
+        *(NOW, ONE_GPU, (running("a"),), (kind,)),
+        num_arrivals=1000,
+        arrival_seconds=1000 * 3600.0,
+        spell_seconds=seconds,
+    )
+    draws = Draws(state, 0, 1000)
+    last = [[job.arrives for job in draws.arrivals(i, NOW + 10 * 86400)][-1:] for i in range(1000)]
+    ends = sorted(moment[0] - NOW if moment else 0.0 for moment in last)
+    # The last one is an hour before the end, on average.
+    assert ends[500] == pytest.approx(seconds - 3600, abs=5000)
+    assert ends[750] == pytest.approx(3 * seconds - 3600, rel=0.1)
+    endless = Draws(replace(state, spell_seconds=math.inf), 0, 5)
+    assert all(endless.arrivals(i, NOW + 360000)[-1].arrives > NOW + 320000 for i in range(5))
+
+
+def test_a_spell_of_arrivals_begins_after_a_pause() -> None:
+    assert spell([], 9000.0) == 3600.0
+    assert spell([8000.0, 8500.0], 9000.0) == 3600.0
+    assert spell([6000.0, 3000.0, 100.0], 9000.0) == 8900.0
+    assert spell([6000.0, 2000.0, 100.0], 9000.0) == 3600.0
+    with pytest.raises(ValueError, match="spell_seconds"):
+        ForecastState(NOW, ONE_GPU, (), spell_seconds=math.nan)
+
+
 def test_more_work_before_a_job_makes_it_later() -> None:
     ends = []
     for work in (100.0, 200.0, 1000.0):
@@ -283,7 +350,7 @@ def test_nobody_knows_when_a_job_of_unknown_length_ends() -> None:
     found = forecasts(replace(a, is_measured=False), b)
     never = Estimate(math.inf, math.inf, math.inf)
     assert found["a"] == JobForecast(None, never, never)
-    assert found["b"] == JobForecast(never, never, never)
+    assert found["b"] == JobForecast(never, never, never, never)
 
 
 def test_a_job_about_which_nothing_is_known_resembles_the_recent_ones() -> None:

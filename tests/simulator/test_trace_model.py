@@ -37,3 +37,20 @@ def test_jobs_that_fit_as_adaptdl_does_correct_nothing(tmp_path: Path) -> None:
 
     two, three, four = speedups(tmp_path, like_another)
     assert two < three < four
+
+
+def test_a_job_of_a_fixed_batch_inherits_initial_gradients(tmp_path: Path) -> None:
+    """So its length is known in seconds before it starts; step times are known anyway."""
+    write_traces(tmp_path)
+    application, times = TraceApplication(tmp_path / "cifar10"), TrueStepTimes(0.5, 0.5)
+    first, later = GradParams(1.0, 2.0), GradParams(1.0, 50.0)
+    old, new, same = (application.new_model(512) for _ in range(3))
+    running = old.configure(old.shapes()[0], (1,))
+    same.observe(running, times, first)
+    for gradients in (first, later):
+        old.observe(running, times, gradients)
+    assert new.base_goodput() == 0.0
+    for relatives in ([old], []):
+        new.inherit(relatives)
+        assert new.base_goodput() == same.base_goodput() > 0
+    assert new.base_goodput() < old.base_goodput()

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from .console import shortened
-from .server_choice import choose_server, warn_of_unused_token
+from .server_choice import check_unused_token, choose_server
 
 MOST_CHARACTERS = 4096
 """Largest length of a text: PATH_MAX on Linux."""
@@ -38,7 +38,7 @@ class CheckedCommand(TyperCommand):
                 if problem is not None:
                     raise typer.BadParameter(problem, ctx=ctx, param=parameters.get(name))
         choose_server(ctx)
-        warn_of_unused_token(ctx)
+        check_unused_token(ctx)
         return super().invoke(ctx)
 
 

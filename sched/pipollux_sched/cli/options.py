@@ -11,6 +11,7 @@ from pipollux_protocol.environment import CA_FILE
 
 from .completion import complete_jobs, complete_nodes, complete_policies
 from .console import LineFormat, OutputFormat, TextFormat, shortened
+from .server_choice import TOKEN_FILE_VARIABLE
 
 StateDirectory: TypeAlias = Annotated[
     Path | None,
@@ -38,7 +39,7 @@ TokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
-        envvar="PIPOLLUX_TOKEN_FILE",
+        envvar=TOKEN_FILE_VARIABLE,
         metavar="FILE",
         help="File with the token for the scheduler: the admin's or a user's.",
         show_default="the value of PIPOLLUX_TOKEN",

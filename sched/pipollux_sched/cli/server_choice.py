@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipollux_sched.client.client import Client
 
 TOKEN_VARIABLE = TOKEN.name
+TOKEN_FILE_VARIABLE = f"{TOKEN_VARIABLE}_FILE"
 
 
 class ServerChoice(NamedTuple):
@@ -109,14 +110,27 @@ def choose_server(context: Any, timeout: float | None = None) -> None:
     _CHOSEN.set(found)
 
 
-def warn_of_unused_token(context: Any) -> None:
-    """Warn about an unused token if a command uses the scheduler of a state directory."""
+def check_unused_token(context: Any) -> None:
+    """Refuse `--token-file` if a command uses the scheduler of a state directory; else warn.
+
+    Raises:
+        CommandError: `--token-file` was given on the command line.
+    """
     local = chosen_server() is None and context.info_name != "serve"
-    if local and "state_dir" in context.params and os.environ.get(TOKEN_VARIABLE):
-        _warn_once(
-            f"{TOKEN_VARIABLE} is not used: whoever may read a state directory is the admin of "
-            "its scheduler; to be the user that the token is of, name the scheduler with --server"
-        )
+    if not local or "state_dir" not in context.params:
+        return
+    because = (
+        "whoever may read a state directory is the admin of its scheduler; to be the user that "
+        "the token is of, name the scheduler with --server"
+    )
+    root = context.find_root()
+    if _by_flag(root, "token_file"):
+        raise CommandError(f"--token-file is not used: {because}", USAGE)
+    unused = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
+    if root.params.get("token_file"):
+        unused = TOKEN_FILE_VARIABLE
+    if unused is not None:
+        _warn_once(f"{unused} is not used: {because}")
 
 
 def _warn_once(sentence: str) -> None:

@@ -95,8 +95,15 @@ def effort_for(num_jobs: int) -> Effort:
 
 def stored(made_at: float, found: JobForecast) -> StoredForecast:
     """Return a forecast in the form of the store, which has no infinite moments."""
-    start = None if found.start is None else _moments(found.start)
-    return StoredForecast(made_at, start, _moments(found.end), _moments(found.uncorrected_end))
+    start, uncorrected = (
+        None if one is None else _moments(one) for one in (found.start, found.uncorrected_start)
+    )
+    running = found.running_seconds
+    return StoredForecast(
+        *(made_at, start, _moments(found.end), _moments(found.uncorrected_end)),
+        uncorrected_start=uncorrected,
+        running_seconds=None if running is None else round(running, 1),
+    )
 
 
 def _unknown(made_at: float) -> StoredForecast:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from pipollux_perfmodel import HintsError, SchedHints
@@ -27,15 +28,16 @@ from pipollux_simulator import (
     JobKind,
     PastError,
 )
-from pipollux_simulator.forecasting.errors import score
+from pipollux_simulator.forecasting.errors import START_ERROR, running_error, score
+from pipollux_simulator.forecasting.state import ARRIVAL_SECONDS, spell
 
-ARRIVAL_SECONDS = 3600.0
-"""The rate of arrivals is that of the last hour."""
 MOST_KINDS = 100
 """Number of last jobs that future jobs may resemble."""
 MOST_ERRORS = 500
 """Number of last records that correct new forecasts."""
 PRUNING = "pruning is not foreseen; it may end the sweep earlier"
+LONGEST_SPELL = 30 * 86400.0
+"""Seconds for which arrivals are looked back at."""
 SOON = 1.0
 """Seconds until a job trains that should have started by now."""
 
@@ -103,6 +105,7 @@ class StateReader:
             kinds=tuple(self._kinds(snapshot)),
             num_arrivals=self._num_arrivals(snapshot),
             arrival_seconds=ARRIVAL_SECONDS,
+            spell_seconds=spell(self._arrivals(snapshot.time), snapshot.time),
             interval=self._interval,
             # Without a new job, the next decision is as likely in any part of the interval.
             decides_in=0.0 if new else self._interval / 2,
@@ -170,10 +173,13 @@ class StateReader:
     def _errors(self) -> tuple[PastError, ...]:
         found = []
         for one in self._store.forecasts.past(MOST_ERRORS):
-            forecast = one.forecast
-            value = score(_estimate(forecast.uncorrected_end), forecast.made_at, one.ended_at)
-            if value is not None:
-                found.append(PastError(_family(one.spec), value))
+            made, start = one.forecast, None
+            if made.uncorrected_start is not None and one.started_at > made.made_at:
+                raw = _estimate(made.uncorrected_start)
+                start = score(raw, made.made_at, one.started_at, START_ERROR)
+            end = score(_estimate(made.uncorrected_end), made.made_at, one.ended_at)
+            running = running_error(made.running_seconds, one.ended_at - one.started_at)
+            found.append(PastError(_family(one.spec), end, start, running))
         return tuple(found)
 
     def _num_arrivals(self, snapshot: Snapshot) -> int:
@@ -181,6 +187,10 @@ class StateReader:
         present = [job.info.created for job in snapshot.candidates]
         ended = [submitted for submitted, _ in self._store.overview.ended_since(since)]
         return sum(moment > since for moment in (*present, *ended))
+
+    def _arrivals(self, now: float) -> Iterator[float]:
+        since = now - LONGEST_SPELL
+        return chain(*self._store.overview.arrivals_since(since, ARRIVAL_SECONDS))
 
     def _kinds(self, snapshot: Snapshot) -> list[JobKind]:
         records = self._store.overview.completed(0.0, MOST_KINDS)

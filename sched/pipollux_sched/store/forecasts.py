@@ -31,6 +31,10 @@ class StoredForecast(NamedTuple):
     """The same, without the correction by past errors."""
     note: str | None = None
     """What it leaves out, or why nothing is known."""
+    uncorrected_start: Mapping[str, float | None] | None = None
+    """`start` without its correction by past errors."""
+    running_seconds: float | None = None
+    """Median of the running time without the correction by past errors; None: it had started."""
 
 
 class PastForecast(NamedTuple):

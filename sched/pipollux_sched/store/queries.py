@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, String, cast, false, func, or_, select
+from sqlalchemy import ColumnElement, Integer, Select, String, cast, false, func, or_, select
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import Phase
@@ -99,6 +99,15 @@ class Overview:
         query = select(ready, JobRow.ended_at).where(JobRow.ended_at > moment, processes)
         with self._database.read() as session:
             return [(row[0], row[1] or moment) for row in session.execute(query)]
+
+    def arrivals_since(self, moment: float, seconds: float) -> list[tuple[float, float]]:
+        """Return the first and the last arrival in each part of `seconds` that has any."""
+        ready = func.coalesce(JobRow.ready_at, JobRow.submitted_at)
+        processes = or_(JobRow.sweep.is_(None), JobRow.trial.is_not(None))
+        part = cast((ready - moment) / seconds, Integer)
+        query = select(func.min(ready), func.max(ready)).where(ready > moment, processes)
+        with self._database.read() as session:
+            return [(row[0], row[1]) for row in session.execute(query.group_by(part))]
 
     def attempt_counts(self) -> AttemptCounts:
         """Return the counts of all jobs, including deleted ones."""

@@ -277,15 +277,20 @@ class FixedBatchModel:
         self._app = app
         self._batch_size = batch_size
         self._gradients: GradParams | None = None
+        self._first_gradients: GradParams | None = None
         self.max_profiled_replicas = 0
 
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:  # noqa: ARG002  # it knows the times
         """Record the gradients; times are known."""
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
         self._gradients = gradients
+        self._first_gradients = self._first_gradients or gradients
 
     def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Inherit nothing: times are known."""
+        """Start with the initial gradients of the first job; times are known."""
+        alike = [model for model in relatives if isinstance(model, FixedBatchModel)]
+        if alike:
+            self._gradients = self._first_gradients = alike[0]._first_gradients
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the single shape of a model that fits on one GPU."""

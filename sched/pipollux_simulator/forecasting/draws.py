@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from .state import ForecastJob, ForecastState, ForecastSweep, JobKind
 
 MOST_ARRIVALS = 200
 """Most future jobs of a sample."""
-_LENGTH, _KIND, _ARRIVALS, _PLANNED = 0, 2, 3, 4
+_LENGTH, _KIND, _ARRIVALS, _PLANNED, _STOP = 0, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class SampledJob:
     is_measured: bool
     inherits: bool
     arrives: float
+    factor: float = 1.0
+    """On its work, by the errors of past running times."""
 
 
 class Draws:
@@ -54,12 +57,25 @@ class Draws:
         self._seed = seed
         self._samples = samples
         self._kinds = [kind for kind in state.kinds if kind.work]
+        running: dict[str, list[float]] = {}
+        for error in state.errors:
+            if error.running is not None:
+                running.setdefault(error.family, []).append(error.running)
+        self._factors = {family: math.exp(median(errors)) for family, errors in running.items()}
         self._own = {job.name: self._strata(job.name) for job in state.jobs}
+        self._stops = self._places(_STOP).tolist()
         self._planned = {sweep.name: self._strata_of_planned(sweep) for sweep in state.sweeps}
 
     def jobs(self, sample: int) -> list[SampledJob]:
         """Return the unfinished jobs of a sample."""
         return [self._job(job, sample) for job in self._state.jobs]
+
+    def _factor(self, job: ForecastJob) -> float:
+        """Return the factor on a job's running time, by the errors of its family; 1: it trains.
+
+        The median: how far lengths differ within a family is in the draws of lengths.
+        """
+        return self._factors.get(job.family, 1.0) if job.is_new else 1.0
 
     def planned(self, sample: int) -> dict[str, list[SampledJob]]:
         """Return the trials to come in a sample, by sweep; they share all but name and work."""
@@ -69,12 +85,13 @@ class Draws:
             kind = self._kind(float(places[_KIND][sample]))
             truth = self._truth(job, kind)
             arrives = min(job.info.created, self._state.now)
+            factor = self._factor(job)
             found[sweep.name] = [
                 SampledJob(
                     f"{sweep.name} trial {number}",
                     job.info,
                     truth,
-                    self._work(job.info, length, kind),
+                    self._work(job.info, length, kind) * factor,
                     job.is_measured,
                     job.inherits,
                     arrives,
@@ -87,7 +104,9 @@ class Draws:
         """Return the jobs of a sample that arrive later, up to a time.
 
         The rate is uncertain, too: it has the gamma distribution that follows from the number of
-        recent arrivals (with Jeffreys' prior).
+        recent arrivals (with Jeffreys' prior). So is the time when arrivals stop: after a spell of
+        t seconds, they go on for x seconds more with probability t / (t + x), which holds if this
+        moment is as likely in any part of the whole spell (Gott, 1993).
         """
         state = self._state
         if not state.arrival_seconds or not self._kinds:
@@ -95,7 +114,8 @@ class Draws:
         rng = np.random.default_rng([self._seed, _ARRIVALS, sample])
         rate = rng.gamma(state.num_arrivals + 0.5) / state.arrival_seconds
         found: list[SampledJob] = []
-        moment = state.now
+        moment, place = state.now, self._stops[sample]
+        until = min(until, state.now + state.spell_seconds * place / (1 - place))
         while rate > 0 and len(found) < MOST_ARRIVALS:
             moment += rng.exponential(1 / rate)
             if moment > until:
@@ -110,10 +130,13 @@ class Draws:
     def _strata(self, name: str) -> dict[int, list[float]]:
         found = {}
         for purpose in (_LENGTH, _KIND):
-            rng = np.random.default_rng([self._seed, zlib.crc32(name.encode()), purpose])
-            places = (rng.permutation(self._samples) + rng.random(self._samples)) / self._samples
-            found[purpose] = places.tolist()
+            found[purpose] = self._places(zlib.crc32(name.encode()), purpose).tolist()
         return found
+
+    def _places(self, *purpose: int) -> np.ndarray:
+        """Return one draw between 0 and 1 for each sample, stratified."""
+        rng = np.random.default_rng([self._seed, *purpose])
+        return (rng.permutation(self._samples) + rng.random(self._samples)) / self._samples
 
     def _strata_of_planned(self, sweep: ForecastSweep) -> dict[int, np.ndarray]:
         """Return the draws of all trials to come, lengths as rows; all are of one kind.
@@ -134,8 +157,11 @@ class Draws:
         length, which = (self._own[job.name][k][sample] for k in (_LENGTH, _KIND))
         kind = self._kind(which)
         work, truth = self._work(job.info, length, kind), self._truth(job, kind)
-        arrives = min(job.info.created, self._state.now)
-        return SampledJob(job.name, job.info, truth, work, job.is_measured, job.inherits, arrives)
+        arrives, factor = min(job.info.created, self._state.now), self._factor(job)
+        return SampledJob(
+            *(job.name, job.info, truth, work * factor, job.is_measured, job.inherits, arrives),
+            factor=factor,
+        )
 
     def _kind(self, which: float) -> JobKind | None:
         return self._kinds[int(which * len(self._kinds))] if self._kinds else None

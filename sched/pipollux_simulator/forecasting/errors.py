@@ -11,6 +11,14 @@ with the 90 % quantile for an end after the median, and the 10 % quantile (with 
 before. New quantiles are those of the scores, weighted, in terms of the new spread. Scores of the
 job's family have `FAMILY_WEIGHT`, others 1. Without past forecasts, scores are normal, with their
 10 % and 90 % quantiles at -1 and 1: the samples' own quantiles, `ERROR` further apart.
+
+Starts have scores of their own, and a smaller spread (`START_ERROR`): a wait averages over the ends
+of several jobs, of any families.
+
+The running time of a job that has not started is corrected within the samples, so that a job which
+waits for several others averages over their errors: a new job knows only how its family began, when
+gradients have less noise. Its predicted running time is multiplied by the median of the factors by
+which those of its family were longer or shorter in the end.
 """
 
 from __future__ import annotations
@@ -28,8 +36,10 @@ from pipollux_policies.jobs.lengths import FAMILY_WEIGHT
 LOW, HIGH = 0.1, 0.9
 """The interval covers 80 %."""
 ERROR = 0.5
-"""Spread of the logarithm of a time that samples do not contain; chosen as `PRIOR_WEIGHT` was, by
-`benchmarks/forecast`."""
+"""Spread of the logarithm of the time to an end that samples do not contain; chosen as the other
+constants here were, by `benchmarks/forecast`, on workloads that it does not report."""
+START_ERROR = 0.3
+"""The same of the time to a start."""
 PRIOR_WEIGHT = 20.0
 """Weight of the normal scores, in past forecasts."""
 _PRIOR_PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -54,7 +64,12 @@ class PastError:
 
     family: str
     """Of its job."""
-    score: float
+    score: float | None
+    """Of its end; None: no end was known."""
+    start: float | None = None
+    """Score of its start; None: it had started, or no start was known."""
+    running: float | None = None
+    """Logarithm of the true over the predicted running time, of a job that had not started."""
 
 
 def score(uncorrected: Estimate, now: float, actual: float, error: float = ERROR) -> float | None:
@@ -75,6 +90,17 @@ def score(uncorrected: Estimate, now: float, actual: float, error: float = ERROR
     return min(max(apart / spread, -_LARGEST_SCORE), _LARGEST_SCORE)
 
 
+def running_error(predicted: float | None, actual: float) -> float | None:
+    """Return the error of a running time, in logarithms; None: none was predicted.
+
+    >>> round(running_error(10.0, 20.0), 4)
+    0.6931
+    """
+    if predicted is None:
+        return None
+    return math.log(max(actual, _LEAST_SECONDS) / max(predicted, _LEAST_SECONDS))
+
+
 def corrected(
     uncorrected: Estimate,
     now: float,
@@ -92,10 +118,11 @@ def corrected(
     low, median, high = (_logarithm(moment, now) for moment in uncorrected)
     if not math.isfinite(median):
         return uncorrected
-    values = np.array([*_PRIOR, *(one.score for one in past)])
+    known = [(one.family, one.score) for one in past if one.score is not None]
+    values = np.array([*_PRIOR, *(value for _, value in known)])
     weights = np.array(
         [PRIOR_WEIGHT / len(_PRIOR)] * len(_PRIOR)
-        + [FAMILY_WEIGHT if family and one.family == family else 1.0 for one in past]
+        + [FAMILY_WEIGHT if family and of == family else 1.0 for of, _ in known]
     )
     order = np.argsort(values, kind="stable")
     values, weights = values[order], weights[order]

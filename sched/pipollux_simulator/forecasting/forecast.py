@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipollux_policies import Policy
 
 from .draws import Draws, quantile
-from .errors import ERROR, HIGH, LOW, Estimate, corrected
+from .errors import ERROR, HIGH, LOW, START_ERROR, Estimate, corrected
 from .sample import NEVER, Effort, Times, run_sample
 from .state import ForecastJob, ForecastState, ForecastSweep
 
@@ -25,6 +26,9 @@ class JobForecast:
     end: Estimate
     uncorrected_end: Estimate
     """The same without the correction by past errors, to learn from its own."""
+    uncorrected_start: Estimate | None = None
+    running_seconds: float | None = None
+    """Median of the running time without its correction; None: it has started, or is a sweep."""
 
 
 def forecast(
@@ -34,6 +38,7 @@ def forecast(
     seed: int = 0,
     effort: Effort | None = None,
     error: float = ERROR,
+    start_error: float = START_ERROR,
 ) -> dict[str, JobForecast]:
     """Return the forecasts of all jobs and sweeps of a state; deterministic.
 
@@ -45,7 +50,8 @@ def forecast(
         make_policy: returns a new instance of the cluster's policy.
         seed: of the random draws.
         effort: number of samples, and how exact each is; None: the default.
-        error: spread of the logarithm of a time that samples do not contain: see `errors`.
+        error: spread of the logarithm of the time to an end that samples lack: see `errors`.
+        start_error: the same of the time to a start.
 
     Raises:
         SimulationError: the policy broke a rule.
@@ -60,7 +66,9 @@ def forecast(
     """
     samples = sample_times(state, make_policy, seed=seed, effort=effort or Effort())
     return {
-        job.name: summarize(job, [sample[job.name] for sample in samples], state, error)
+        job.name: summarize(
+            job, [sample[job.name] for sample in samples], state, error, start_error
+        )
         for job in state.jobs_and_sweeps
     }
 
@@ -96,17 +104,26 @@ def summarize(
     times: Sequence[Times],
     state: ForecastState,
     error: float = ERROR,
+    start_error: float = START_ERROR,
 ) -> JobForecast:
     """Return the forecast of a job or sweep from its times in the samples."""
     now = state.now
-    start = None
+    start = uncorrected = None
     if job.is_new:
-        start = corrected(estimate([max(time.start, now) for time in times]), now, error=error)
+        uncorrected = estimate([max(time.start, now) for time in times])
+        start = corrected(uncorrected, now, past=state.start_errors, error=start_error)
     end = estimate([max(time.end, now) for time in times])
     found = corrected(end, now, job.family, state.errors, error)
-    if start is not None:  # only ends are corrected by past errors
+    if start is not None:  # each is corrected by its own errors
         found = Estimate(*map(max, start, found))
-    return JobForecast(start, found, end)
+    return JobForecast(start, found, end, uncorrected, _running_seconds(job, times))
+
+
+def _running_seconds(job: ForecastJob | ForecastSweep, times: Sequence[Times]) -> float | None:
+    if not job.is_new or isinstance(job, ForecastSweep):
+        return None
+    found = [(one.end - one.start) / one.factor for one in times if one.end < math.inf]
+    return quantile(found, 0.5) if found else None
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -10,10 +10,8 @@ from pipollux_policies import Allocation, JobInfo
 from pipollux_simulator.engine.cluster import Cluster
 from pipollux_simulator.engine.job import SimulatedJob
 
-from .state import ForecastJob, ForecastState, JobKind
+from .state import ARRIVAL_SECONDS, ForecastJob, ForecastState, JobKind, spell
 
-ARRIVAL_SECONDS = 3600.0
-"""The rate of arrivals is that of the last hour."""
 MOST_KINDS = 100
 """Number of last jobs that future jobs may resemble."""
 
@@ -46,6 +44,7 @@ class ObservedCluster(Cluster):
             kinds=self._kinds(),
             num_arrivals=sum(time > since for time in arrived),
             arrival_seconds=self._now - since,
+            spell_seconds=spell(arrived, self._now),
             interval=self.options.interval,
             decides_in=self.options.interval,
             teams=self._teams,

@@ -41,6 +41,8 @@ class Times(NamedTuple):
 
     start: float
     end: float
+    factor: float = 1.0
+    """On its running time, by the errors of past ones."""
 
 
 NEVER = Times(math.inf, math.inf)
@@ -376,7 +378,9 @@ def run_sample(
     )
     wanted = [job.name for job in (*jobs, *to_come)]
     cluster.run_until_done(wanted, begin + effort.horizon)
-    times = {job.name: _times(job, origin) for job in cluster.known_jobs()}
+    times = {
+        job.name: _times(job, origin, sampled[job.name].factor) for job in cluster.known_jobs()
+    }
     ends |= {name: found for name, found in times.items() if name in before}
     for sweep in state.sweeps:
         trials = [*sweep.trials, *(trial.name for trial in planned[sweep.name])]
@@ -395,11 +399,11 @@ def _span(trials: Sequence[Times], now: float) -> Times:
     return Times(min(trial.start for trial in trials), max(trial.end for trial in trials))
 
 
-def _times(job: SimulatedJob, origin: float) -> Times:
+def _times(job: SimulatedJob, origin: float, factor: float) -> Times:
     started, completed = (
         math.inf if moment is None else origin + moment for moment in (job.started, job.completed)
     )
-    return Times(started, completed)
+    return Times(started, completed, factor)
 
 
 def _arrival(job: SampledJob, time: float) -> JobArrival:

@@ -6,13 +6,18 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipollux_policies import Allocation, JobInfo, NodeInfo
 from pipollux_policies.teams.team import Teams
 
 from .errors import PastError
+
+ARRIVAL_SECONDS = 3600.0
+"""The rate of arrivals is that of the last hour; an hour without any ends a spell of them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,9 @@ class ForecastState:
     """Number of jobs that arrived in the last `arrival_seconds`."""
     arrival_seconds: float = 0.0
     """0: no further jobs are expected."""
+    spell_seconds: float = math.inf
+    """How long jobs have arrived without a long pause: see `spell`. It is not known when arrivals
+    stop: they go on for about as long again. Infinite: they do not stop."""
     interval: float = 60.0
     """Seconds between two decisions without any change."""
     decides_in: float = 0.0
@@ -106,10 +114,32 @@ class ForecastState:
     def __post_init__(self) -> None:
         if not self.interval > 0:
             raise ValueError(f"interval: {self.interval} must be above 0")
-        if not self.arrival_seconds >= 0:
-            raise ValueError(f"arrival_seconds: {self.arrival_seconds} must be at least 0")
+        for name in ("arrival_seconds", "spell_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 0")
+
+    @cached_property
+    def start_errors(self) -> tuple[PastError, ...]:
+        """Scores of starts, in place of those of ends; families do not matter to them."""
+        return tuple(PastError("", error.start) for error in self.errors)
 
     @property
     def jobs_and_sweeps(self) -> tuple[ForecastJob | ForecastSweep, ...]:
         """All that there are forecasts of."""
         return (*self.jobs, *self.sweeps)
+
+
+def spell(arrivals: Iterable[float], now: float) -> float:
+    """Return the seconds for which jobs have arrived without a pause of an hour.
+
+    At least an hour: the rate of arrivals is that of an hour.
+
+    >>> spell([1000.0, 9000.0, 12000.0, 15000.0], now=17000.0)
+    8000.0
+    """
+    begin = now
+    for moment in sorted(arrivals, reverse=True):
+        if begin - moment > ARRIVAL_SECONDS:
+            break
+        begin = moment
+    return max(now - begin, ARRIVAL_SECONDS)

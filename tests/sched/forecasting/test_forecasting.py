@@ -26,7 +26,7 @@ from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import JobExistsError, StateDir, Store, StoredForecast
 from pipollux_sched.views.forecasts import list_forecasts
 from pipollux_sched.views.jobs import list_jobs
-from pipollux_simulator.forecasting.errors import ERROR
+from pipollux_simulator.forecasting.errors import ERROR, START_ERROR
 from tests.cli.kept import HINTS, Clock, kept, point, spec
 
 RESTART = 20.0
@@ -93,7 +93,10 @@ def test_two_jobs_on_one_slot_by_hand(store: Store, clock: Clock) -> None:
     assert found["first"].end["median"] == pytest.approx(end, abs=0.06 * seconds_of(7000))
     start = found["second"].start
     assert start is not None
-    assert start == pytest.approx(found["first"].end, abs=1)
+    assert start["median"] == pytest.approx(found["first"].end["median"], abs=1)
+    # Starts have a smaller spread than ends.
+    low, high = (found["first"].end[name] for name in ("low", "high"))
+    assert low < start["low"] < start["high"] < high
     took = found["second"].end["median"] - start["median"]
     assert took == pytest.approx(RESTART + seconds_of(1400), rel=0.25)
 
@@ -242,6 +245,38 @@ def test_a_covered_end_and_a_covered_start(store: Store, clock: Clock) -> None:
     assert (accuracy.num_ends, accuracy.ends_covered) == (1, 1.0)
     assert (accuracy.num_starts, accuracy.starts_covered) == (1, 1.0)
     assert accuracy.median_error == pytest.approx(0.2)
+
+
+def test_starts_and_running_times_are_learned_from(store: Store, clock: Clock) -> None:
+    made = Forecaster(store).make()
+    raw = made["second"].uncorrected_start
+    assert raw is not None
+    assert made["second"].running_seconds == pytest.approx(RESTART + seconds_of(1400), abs=1)
+    assert made["first"].running_seconds is None
+    store.forecasts.keep(made, list(made))
+    begin = clock.now
+    clock.now = begin + 2 * (raw["median"] - begin)
+    store.transition("second", Allocate(["n"], "it is free"))
+    store.transition("second", Started(1, ("4711",)))
+    started = clock.now
+    clock.now += 3 * made["second"].running_seconds
+    store.transition("second", Exited(1, Outcome.COMPLETE, step=9, epoch=0))
+    [error] = StateReader(store, restart_seconds=RESTART, interval=60.0).read().errors
+    spread = math.log((raw["high"] - begin) / (raw["median"] - begin)) + START_ERROR
+    assert error.start == pytest.approx(math.log(2) / spread, rel=0.01)
+    assert error.running == pytest.approx(math.log(3), abs=0.01)
+    assert started > begin
+
+
+def test_arrivals_are_looked_back_at_until_a_pause(store: Store, clock: Clock) -> None:
+    """Both jobs of the store were submitted now; others come for two hours, after a pause."""
+    begin = clock.now
+    for number, hours in enumerate((2.0, 2.5, 3.4, 4.0)):
+        clock.now = begin + 3600 * hours
+        submit(store, f"later-{number}")
+    clock.now = begin + 3600 * 4.2
+    state = StateReader(store, restart_seconds=RESTART, interval=60.0).read()
+    assert state.spell_seconds == pytest.approx(3600 * 2.2)
 
 
 def test_the_background_stays_within_its_share(store: Store) -> None:
