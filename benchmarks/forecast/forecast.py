@@ -254,7 +254,9 @@ def _cells(rows: Sequence[Row], past: Sequence[PastError], spreads: Spreads) -> 
     ends, widths, errors, plain, ours, naives = [], [], [], [], [], []
     begun: list[tuple[bool, float, float, float]] = []
     for row in rows:
-        found = forecast_of(row, [*past, *errors_before(row, rows, spreads)], spreads)
+        beside = [one for one in rows if _same_moment(one, row)]
+        known = [*past, *errors_before(row, rows, spreads)]
+        found = forecast_of(row, beside, known, spreads)
         now, completed = row["now"], row["completed"]
         ends.append(_covers(found.end, completed))
         widths.append(_width(found.end, now, completed))
@@ -293,12 +295,22 @@ def _error(median: float, now: float, actual: float) -> float:
     return abs(median - actual) / (actual - now)
 
 
-def forecast_of(row: Row, past: Sequence[PastError], spreads: Spreads) -> JobForecast:
-    """Return the forecast of a job from its samples, as corrected by past errors."""
-    info = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, row["arrived"], 1, 1)  # noqa: ARG005  # not used
-    job = ForecastJob(row["job"], info, is_new=row["is_new"], family=family_of(row["job"]))
-    state = ForecastState(row["now"], {}, (job,), errors=tuple(past))
+def _same_moment(one: Row, other: Row) -> bool:
+    return all(one[key] == other[key] for key in ("told", "workload", "now"))
+
+
+def forecast_of(
+    row: Row, beside: Sequence[Row], past: Sequence[PastError], spreads: Spreads
+) -> JobForecast:
+    """Return the forecast of a job, one of all `beside`, as corrected by past errors."""
+    job, jobs = _job_of(row), tuple(map(_job_of, beside))
+    state = ForecastState(row["now"], {}, jobs, errors=tuple(past))
     return summarize(job, [Times(*both) for both in row["times"]], state, *spreads)
+
+
+def _job_of(row: Row) -> ForecastJob:
+    info = JobInfo({"slots": 1}, lambda nodes, replicas: replicas, row["arrived"], 1, 1)  # noqa: ARG005  # not used
+    return ForecastJob(row["job"], info, is_new=row["is_new"], family=family_of(row["job"]))
 
 
 def errors_before(row: Row, rows: Sequence[Row], spreads: Spreads) -> Iterator[PastError]:

@@ -28,7 +28,7 @@ from pipollux_simulator import (
 )
 from pipollux_simulator.applications.trace_model import linear_speedup
 from pipollux_simulator.forecasting.draws import Draws
-from pipollux_simulator.forecasting.errors import START_ERROR, corrected, score
+from pipollux_simulator.forecasting.errors import ERROR, corrected, score, spread_of_starts
 from pipollux_simulator.forecasting.observed import MOST_KINDS, ObservedCluster
 from pipollux_simulator.forecasting.state import spell
 from tests.simulator.simulator_cases import Steady
@@ -241,7 +241,7 @@ def test_starts_are_corrected_by_their_own_errors() -> None:
     policy = lambda: make_policy("fifo", seed=0)  # noqa: E731  # one line
     first = forecast(state, policy)["b"]
     assert first.start is not None
-    factors = [math.exp(place * START_ERROR) for place in (-1, 0, 1)]
+    factors = [math.exp(place * spread_of_starts(1)) for place in (-1, 0, 1)]
     assert first.start == pytest.approx([NOW + 1000 * factor for factor in factors])
     assert first.uncorrected_start == exactly(NOW + 1000)
     early = tuple(PastError("other", 0.0, start=-1.0) for _ in range(2000))
@@ -249,6 +249,17 @@ def test_starts_are_corrected_by_their_own_errors() -> None:
     assert found["b"].start == pytest.approx([NOW + 1000 * factors[0]] * 3, rel=1e-3)
     assert found["b"].uncorrected_start == exactly(NOW + 1000)
     assert found["a"].end.median == pytest.approx(NOW + 1000)
+
+
+def test_behind_several_jobs_starts_have_a_smaller_spread() -> None:
+    """Of `c`, which waits for `a` or `b`: the spread of an end over the root of 2."""
+    two_gpus = {"n": NodeInfo({"slots": 2})}
+    jobs = [running(name, remaining_work=1000.0) for name in "ab"]
+    state = ForecastState(NOW, two_gpus, (*jobs, waiting("c", remaining_work=50.0)))
+    start = forecast(state, lambda: make_policy("fifo", seed=0))["c"].start
+    assert start is not None
+    factors = [math.exp(place * ERROR / math.sqrt(2)) for place in (-1, 0, 1)]
+    assert start == pytest.approx([NOW + 1000 * factor for factor in factors])
 
 
 def test_running_times_of_new_jobs_are_those_of_their_family() -> None:

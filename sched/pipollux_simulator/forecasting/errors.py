@@ -12,8 +12,8 @@ before. New quantiles are those of the scores, weighted, in terms of the new spr
 job's family have `FAMILY_WEIGHT`, others 1. Without past forecasts, scores are normal, with their
 10 % and 90 % quantiles at -1 and 1: the samples' own quantiles, `ERROR` further apart.
 
-Starts have scores of their own, and a smaller spread (`START_ERROR`): a wait averages over the ends
-of several jobs, of any families.
+Starts have scores of their own, and a smaller spread (`spread_of_starts`): a wait averages over the
+ends of several jobs, of any families.
 
 The running time of a job that has not started is corrected within the samples, so that a job which
 waits for several others averages over their errors: a new job knows only how its family began, when
@@ -39,7 +39,7 @@ ERROR = 0.5
 """Spread of the logarithm of the time to an end that samples do not contain; chosen as the other
 constants here were, by `benchmarks/forecast`, on workloads that it does not report."""
 START_ERROR = 0.3
-"""The same of the time to a start."""
+"""The least of the time to a start: see `spread_of_starts`."""
 PRIOR_WEIGHT = 20.0
 """Weight of the normal scores, in past forecasts."""
 _PRIOR_PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -88,6 +88,19 @@ def score(uncorrected: Estimate, now: float, actual: float, error: float = ERROR
     if not spread:
         return math.copysign(_LARGEST_SCORE, apart) if apart else 0.0
     return min(max(apart / spread, -_LARGEST_SCORE), _LARGEST_SCORE)
+
+
+def spread_of_starts(
+    num_started: int, error: float = ERROR, start_error: float = START_ERROR
+) -> float:
+    """Return the spread of the logarithm of the time to a start, while so many jobs run.
+
+    Behind a single job it is that of its end. The ends of several are independent in part only.
+
+    >>> spread_of_starts(1), spread_of_starts(2) < 0.36, spread_of_starts(9)
+    (0.5, True, 0.3)
+    """
+    return max(start_error, error / math.sqrt(max(num_started, 1)))
 
 
 def running_error(predicted: float | None, actual: float) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipollux_policies import Policy
 
 from .draws import Draws, quantile
-from .errors import ERROR, HIGH, LOW, START_ERROR, Estimate, corrected
+from .errors import ERROR, HIGH, LOW, START_ERROR, Estimate, corrected, spread_of_starts
 from .sample import NEVER, Effort, Times, run_sample
 from .state import ForecastJob, ForecastState, ForecastSweep
 
@@ -51,7 +51,7 @@ def forecast(
         seed: of the random draws.
         effort: number of samples, and how exact each is; None: the default.
         error: spread of the logarithm of the time to an end that samples lack: see `errors`.
-        start_error: the same of the time to a start.
+        start_error: the least of the time to a start: see `errors.spread_of_starts`.
 
     Raises:
         SimulationError: the policy broke a rule.
@@ -111,7 +111,8 @@ def summarize(
     start = uncorrected = None
     if job.is_new:
         uncorrected = estimate([max(time.start, now) for time in times])
-        start = corrected(uncorrected, now, past=state.start_errors, error=start_error)
+        spread = spread_of_starts(state.num_started, error, start_error)
+        start = corrected(uncorrected, now, past=state.start_errors, error=spread)
     end = estimate([max(time.end, now) for time in times])
     found = corrected(end, now, job.family, state.errors, error)
     if start is not None:  # each is corrected by its own errors

@@ -123,6 +123,11 @@ class ForecastState:
         """Scores of starts, in place of those of ends; families do not matter to them."""
         return tuple(PastError("", error.start) for error in self.errors)
 
+    @cached_property
+    def num_started(self) -> int:
+        """Number of jobs that have started."""
+        return sum(not job.is_new for job in self.jobs)
+
     @property
     def jobs_and_sweeps(self) -> tuple[ForecastJob | ForecastSweep, ...]:
         """All that there are forecasts of."""
