@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from tests.extent import pairs
 from tests.gpu.sharing import ON_THE_GPU
 from tests.hybrid.stage_processes.test_deaths import check_that_others_end
 from tests.hybrid.stage_processes.test_tied import check as check_tied
-from tests.hybrid.stage_processes.test_transparency import CASES, FEW, check
+from tests.hybrid.stage_processes.test_transparency import AXES, FEW, Case, check
 from tests.hybrid.stage_processes.tied import Job
 from tests.hybrid.test_transparency import FAMILIES, PAIRS, check_all
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("gloo", "nccl")
+CASES = [Case(*case) for case in pairs(*AXES)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
