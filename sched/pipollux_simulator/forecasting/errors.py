@@ -96,6 +96,7 @@ def spread_of_starts(
     """Return the spread of the logarithm of the time to a start, while so many jobs run.
 
     Behind a single job it is that of its end. The ends of several are independent in part only.
+    Scores of past starts are always in terms of the least one.
 
     >>> spread_of_starts(1), spread_of_starts(2) < 0.36, spread_of_starts(9)
     (0.5, True, 0.3)
