@@ -1,12 +1,14 @@
 """Calibration and error of forecasts on Pollux's public workloads.
 
     python benchmarks/forecast/forecast.py ARTIFACT --results DIR [--workloads 1,2,3,6]
-        [--told exact,learned] [--every 20] [--nodes 16] [--policy exact]
+        [--told exact,learned] [--every 20] [--passes 4] [--nodes 16] [--policy exact]
 
 ARTIFACT is the folder `simulator` of petuum/adaptdl, branch osdi21-artifact: `traces` and
 `workloads`. Each workload is simulated on nodes of 4 GPUs, as the scheduler decides. With every
 n-th arrival, all unfinished jobs are forecast from what a scheduler knows then; the simulation goes
-on, and says what happened. Results are kept in DIR, one file per workload. Prints Markdown.
+on, and says what happened. A scheduler makes forecasts all the time, and learns from those that it
+records: there are as many passes between as `--passes` says. Results are kept in DIR, one file per
+workload. Prints Markdown.
 
 Under the policy `exact`, nearly every job starts at once, and forecasts of ends are measured; under
 `fifo`, jobs hold what they requested, others queue, and forecasts of starts are measured, too.
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from pipollux_policies import JobInfo, family_of, make_policy
+from pipollux_sched.forecasting.loop import record_due
 from pipollux_simulator import (
     Effort,
     Estimate,
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
     parser.add_argument("--told", default=",".join(TOLD))
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=NUM_NODES)
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--error", type=float, default=ERROR)
@@ -130,13 +134,19 @@ def simulate(options: argparse.Namespace, told: str, number: int) -> list[dict[s
     experiment = Experiment(nodes, settings, artifact / "traces")
     applications = experiment.applications(Workload(f"workload-{number}", jobs))
     rows: list[dict[str, Any]] = []
-    moments = Moments([job.time for job in jobs][every // 2 :: every])
+    times = [job.time for job in jobs]
+    scored = Moments(times[every // 2 :: every])
+    passes = Moments(times[:: max(every // options.passes, 1)])
+    recorded: dict[str, float] = {}
 
     def observe(cluster: ObservedCluster) -> None:
-        if moments.is_due(cluster.now):
+        is_scored, is_pass = scored.is_due(cluster.now), passes.is_due(cluster.now)
+        if is_scored or is_pass:
             starts = [job.started for job in cluster.known_jobs() if job.started is not None]
             state = replace(cluster.state(), errors=tuple(running_errors(rows, cluster)))
-            rows.extend(forecasts(state, options.policy, starts))
+            made = forecasts(state, options.policy, starts)
+            recorded.update(mark(made, state, recorded, is_scored=is_scored))
+            rows.extend(row for row in made if row["is_scored"] or row["is_recorded"])
 
     policy = make_policy(options.policy)
     cluster = ObservedCluster(jobs, applications, nodes, policy, settings, observe=observe)
@@ -147,14 +157,32 @@ def simulate(options: argparse.Namespace, told: str, number: int) -> list[dict[s
     return rows
 
 
+def mark(
+    made: Sequence[dict[str, Any]],
+    state: ForecastState,
+    recorded: Mapping[str, float],
+    *,
+    is_scored: bool,
+) -> dict[str, float]:
+    """Note whether forecasts are scored and recorded; return when those recorded were made."""
+    for row, job in zip(made, state.jobs, strict=True):
+        row["is_scored"] = is_scored
+        row["is_recorded"] = record_due(state.now, recorded.get(job.name), job.info.created)
+    return {row["job"]: state.now for row in made if row["is_recorded"]}
+
+
 def running_errors(rows: Sequence[Row], cluster: ObservedCluster) -> Iterator[PastError]:
     """Yield the errors of running times that are known by now; the samples depend on them."""
     jobs = {job.name: job for job in cluster.known_jobs()}
-    for row in rows:
+    for row in filter(_is_recorded, rows):
         job = jobs[row["job"]]
         if job.started is not None and job.completed is not None:
             error = running_error(row["running_seconds"], job.completed - job.started)
             yield PastError(family_of(job.name), None, running=error)
+
+
+def _is_recorded(row: Row) -> bool:
+    return bool(row["is_recorded"])
 
 
 def workload(artifact: Path, number: int) -> tuple[JobArrival, ...]:
@@ -253,7 +281,7 @@ def table(
 def _cells(rows: Sequence[Row], past: Sequence[PastError], spreads: Spreads) -> list[str]:
     ends, widths, errors, plain, ours, naives = [], [], [], [], [], []
     begun: list[tuple[bool, float, float, float]] = []
-    for row in rows:
+    for row in filter(_is_scored, rows):
         beside = [one for one in rows if _same_moment(one, row)]
         known = [*past, *errors_before(row, rows, spreads)]
         found = forecast_of(row, beside, known, spreads)
@@ -277,7 +305,7 @@ def _cells(rows: Sequence[Row], past: Sequence[PastError], spreads: Spreads) -> 
             )
     covered, *figures = zip(*begun, strict=True) if begun else ((), (), (), ())
     return [
-        *(str(len(rows)), _percent(ends), _median(widths), _median(errors), _median(plain)),
+        *(str(len(ends)), _percent(ends), _median(widths), _median(errors), _median(plain)),
         *(str(len(ours)), _median(ours), _median(naives)),
         *(str(len(begun)), _percent(covered), *map(_median, figures)),
     ]
@@ -293,6 +321,10 @@ def _width(found: Estimate, now: float, actual: float) -> float:
 
 def _error(median: float, now: float, actual: float) -> float:
     return abs(median - actual) / (actual - now)
+
+
+def _is_scored(row: Row) -> bool:
+    return bool(row["is_scored"])
 
 
 def _same_moment(one: Row, other: Row) -> bool:
@@ -315,7 +347,7 @@ def _job_of(row: Row) -> ForecastJob:
 
 def errors_before(row: Row, rows: Sequence[Row], spreads: Spreads) -> Iterator[PastError]:
     """Yield the errors of the forecasts whose jobs had completed when a forecast was made."""
-    for one in rows:
+    for one in filter(_is_recorded, rows):
         if (one["told"], one["workload"]) != (row["told"], row["workload"]):
             continue
         if one["completed"] <= row["now"]:

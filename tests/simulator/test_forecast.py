@@ -28,7 +28,13 @@ from pipollux_simulator import (
 )
 from pipollux_simulator.applications.trace_model import linear_speedup
 from pipollux_simulator.forecasting.draws import Draws
-from pipollux_simulator.forecasting.errors import ERROR, corrected, score, spread_of_starts
+from pipollux_simulator.forecasting.errors import (
+    ERROR,
+    HORIZON,
+    corrected,
+    score,
+    spread_of_starts,
+)
 from pipollux_simulator.forecasting.observed import MOST_KINDS, ObservedCluster
 from pipollux_simulator.forecasting.state import spell
 from tests.simulator.simulator_cases import Steady
@@ -217,6 +223,14 @@ def test_errors_of_the_family_count_most() -> None:
     assert ends[1] == pytest.approx(NOW + 1000, rel=0.02)
     least = corrected(raw, NOW, "mine", [PastError("mine", -1.0)] * 1000, error=0.0)
     assert least == pytest.approx((NOW + 500,) * 3, rel=1e-3)
+
+
+def test_a_corrected_end_beyond_the_horizon_is_not_known() -> None:
+    raw = Estimate(NOW + 60, NOW + 3600, NOW + HORIZON / 2)
+    past = [PastError("", 0.0), PastError("", 2.0)] * 500
+    found = corrected(raw, NOW, past=past)
+    assert math.isfinite(corrected(raw, NOW).high)
+    assert (found.low < NOW + HORIZON, found.high) == (True, math.inf)
 
 
 @pytest.mark.parametrize(

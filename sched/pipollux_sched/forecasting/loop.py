@@ -23,10 +23,21 @@ _RECORDED_AFTER = 60.0
 _LOG = logging.getLogger(__name__)
 
 
+def record_due(made_at: float, last: float | None, submitted_at: float) -> bool:
+    """Return whether a forecast is to be recorded: a job's first one, then one per doubled age.
+
+    Args:
+        made_at: when it was made.
+        last: when the last record of its job was made; None: there is none.
+        submitted_at: when its job was submitted.
+    """
+    return last is None or made_at - last >= max(last - submitted_at, _RECORDED_AFTER)
+
+
 class ForecastLoop:
     """Makes the forecasts of all jobs again and again, and records some for comparison.
 
-    A job's first forecast is recorded, and then one whenever its age has doubled.
+    Some are recorded (`record_due`).
 
     Args:
         store: of the scheduler.
@@ -88,8 +99,7 @@ class ForecastLoop:
             if found is None or (found.note and found.end["low"] is None):
                 continue
             made_at = found.made_at
-            last = self._recorded.get(job.name)
-            if last is None or made_at - last >= max(last - job.submitted_at, _RECORDED_AFTER):
+            if record_due(made_at, self._recorded.get(job.name), job.submitted_at):
                 due.append(job.name)
                 self._recorded[job.name] = made_at
         self._recorded = {name: at for name, at in self._recorded.items() if name in forecasts}

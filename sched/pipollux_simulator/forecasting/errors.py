@@ -33,6 +33,8 @@ import numpy as np
 
 from pipollux_policies.jobs.lengths import FAMILY_WEIGHT
 
+HORIZON = 30 * 86400.0
+"""Seconds ahead that forecasts cover."""
 LOW, HIGH = 0.1, 0.9
 """The interval covers 80 %."""
 ERROR = 0.5
@@ -150,7 +152,7 @@ def corrected(
         return now + math.exp(min(median + found * spread, 700.0))
 
     moments = [at(place) for place in (LOW, 0.5, HIGH)]
-    return Estimate(*(m if m < now + 1e15 else math.inf for m in moments))
+    return Estimate(*(m if m <= now + HORIZON else math.inf for m in moments))
 
 
 def _logarithm(moment: float, now: float) -> float:

@@ -24,6 +24,7 @@ from pipollux_simulator.workload.arrivals import JobArrival
 from pipollux_simulator.workload.terms import JobTerms
 
 from .draws import SampledJob
+from .errors import HORIZON
 from .holding import Holding
 from .state import ForecastJob, ForecastState
 
@@ -57,7 +58,7 @@ class Effort:
     """Number of decisions of a sample that are made exactly when something changes."""
     stretch: float = 0.1
     """Length of later steps, relative to the time since the start of the sample."""
-    horizon: float = 30 * 86400.0
+    horizon: float = HORIZON
     """Seconds that a sample covers."""
 
     def __post_init__(self) -> None:
