@@ -56,12 +56,14 @@ def team_uses(
 def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool) -> str | None:
     """Explain how a team keeps its job from running; None: it does not.
 
-    >>> why_team_waits({"a": TeamUse(Team("a", quota=2), 2)}, "a", preemptible=True)
+    >>> uses = {"a": TeamUse(Team("a", quota=2), 2), "b": TeamUse(Team("b", quota=2), 2)}
+    >>> why_team_waits(uses, "a", preemptible=True)
     'team a holds its quota of 2 slots'
     """
     own = uses.get(name, TeamUse(Team(name), 0))
     team = own.team
-    others = [use for other, use in uses.items() if other != name and use.borrowed]
+    rest = [use for other, use in uses.items() if other != name]
+    others = [use for use in rest if use.borrowed]
     if own.used < team.quota and not others:
         return None
     if not team.quota:
@@ -76,6 +78,8 @@ def why_team_waits(uses: Mapping[str, TeamUse], name: str, *, preemptible: bool)
         return f"{text}, the most that it may borrow"
     if own.used >= team.quota and not preemptible:
         return f"{text}, and a job that is not preemptible may not borrow"
+    if not any(use.used or use.team.quota for use in rest):
+        return None  # only jobs of its own team can be in its way
     return "; ".join([text, *(_loan(use) for use in others)])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipollux_policies import ExactPolicy, JobInfo, NodeInfo, PolluxPolicy
+from pipollux_policies import ExactPolicy, JobInfo, NodeInfo, PolluxPolicy, make_policy
 from pipollux_sched.allocator.allocator import Allocator
 from pipollux_sched.allocator.decide import place_new, reallocate, why_waiting
 from pipollux_sched.allocator.job_infos import linear_speedup
@@ -401,3 +401,15 @@ def test_a_job_that_no_team_keeps_waiting_any_longer_is_told_so(world: World) ->
     allocator.run_once()
     left = [world.store.job(name) for name in waits]
     assert not any("team" in job.state.message for job in left), [x.state.message for x in left]
+
+
+def test_a_job_behind_others_of_the_only_team_waits_for_slots(world: World) -> None:
+    world.store.teams.set_spec({"teams": [{"name": "text"}]})
+    allocator = world.allocator(make_policy("fifo"))
+    for number in range(5):
+        world.submit(f"job-{number}", team="text", max_replicas=1)
+    allocator.run_once()
+    waits = [job for job in world.store.jobs() if not job.state.assigned]
+    assert [job.name for job in waits] == ["job-4"]
+    assert "beside jobs" in waits[0].state.message
+    assert "team" not in waits[0].state.message
