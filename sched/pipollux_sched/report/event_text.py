@@ -156,15 +156,15 @@ def _waiting(event: Event) -> str:
 def _forecast_missed(event: Event) -> str:
     what, at = event["what"], event["at"]
     verb = {"start": "started", "end": "ended"}[what]
-    happened = f"has not {verb}" if at is None else f"{verb} at {_minute(at)}"
-    low = "any time" if event["low"] is None else _minute(event["low"])
-    until = "" if event["high"] is None else f" and {_minute(event['high'])}"
+    happened = f"has not {verb}" if at is None else f"{verb} at {_clock(at)}"
+    low = "any time" if event["low"] is None else _clock(event["low"])
+    until = "" if event["high"] is None else f" and {_clock(event['high'])}"
     interval = f"between {low}{until}" if until else f"after {low}"
     return f"forecast missed: its {what} was forecast {interval}, and it {happened}"
 
 
-def _minute(moment: float) -> str:
-    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M")
+def _clock(moment: float) -> str:
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
 
 
 _Telling: TypeAlias = Mapping[str, Callable[[Event], str]]
