@@ -22,10 +22,20 @@ class WarmStart(NamedTuple):
 
 
 class HeirReader:
-    """Reads inherited hints; parses only those that have changed since the last call."""
+    """Reads inherited hints; parses only those that have changed since the last call.
 
-    def __init__(self, store: Store) -> None:
+    Gradients get noisier in training, so that more replicas are worth their slots. Jobs are planned
+    with those with which their predecessor began, until they send their own: with its latest ones
+    they would start too large.
+
+    Args:
+        store: of the scheduler.
+        latest: whether the gradients are the latest ones, which tell how a job goes on.
+    """
+
+    def __init__(self, store: Store, *, latest: bool = False) -> None:
         self._store = store
+        self._latest = latest
         self._parsed: dict[str, tuple[Mapping[str, Any], WarmStart | None]] = {}
 
     def read(self, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, WarmStart]:
@@ -41,7 +51,8 @@ class HeirReader:
     def _parse(self, before: Predecessor) -> WarmStart | None:
         known = self._parsed.get(before.job)
         if known is None or known[0] is not before.hints:
-            known = self._parsed[before.job] = (before.hints, _heir(before))
+            inherited = _heir(before, latest=self._latest)
+            known = self._parsed[before.job] = (before.hints, inherited)
         return known[1]
 
 
@@ -50,9 +61,12 @@ def without_rows(hints: SchedHints) -> SchedHints:
     return hints.model_copy(update={"step_profile": None}) if hints.step_profile else hints
 
 
-def _heir(before: Predecessor) -> WarmStart | None:
+def _heir(before: Predecessor, *, latest: bool) -> WarmStart | None:
+    told = dict(before.hints)
+    if before.first_gradients and not latest:
+        told["gradParams"] = before.first_gradients
     try:
-        hints = SchedHints.from_json_object(before.hints)
+        hints = SchedHints.from_json_object(told)
     except HintsError as error:
         _LOG.warning("nothing is inherited from job %s: %s", before.job, error)
         return None

@@ -77,10 +77,23 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots; parses only specs and hints that have changed since the last one."""
+    """Reads snapshots; parses only specs and hints that have changed since the last one.
+
+    Args:
+        store: of the scheduler.
+        restart_seconds: assumed cost of a restart until a job's own is measured.
+        clock: returns the time.
+        latest_gradients: whether new jobs have the latest gradients of their predecessors, as
+            forecasts need, instead of those with which these began: see `HeirReader`.
+    """
 
     def __init__(
-        self, store: Store, *, restart_seconds: float, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        *,
+        restart_seconds: float,
+        clock: Callable[[], float] = time.time,
+        latest_gradients: bool = False,
     ) -> None:
         self._store = store
         self.restart_seconds = restart_seconds
@@ -88,7 +101,8 @@ class SnapshotReader:
         self._parsed: dict[str, tuple[Any, str | None, JobSpec, SchedHints | None]] = {}
         self._doubted: dict[str, str] = {}
         self._lengths = LearnedLengths(store)
-        self._warm_starts = HeirReader(store)
+        self._latest_gradients = latest_gradients
+        self._warm_starts = HeirReader(store, latest=latest_gradients)
 
     def read(self, leaving: Collection[str] = ()) -> Snapshot:
         """Read the current state, or raise `SpecError`; nodes that are `leaving` drain."""
@@ -181,7 +195,8 @@ class SnapshotReader:
         if not specs:
             return []
         store, now = self._store, self._clock()
-        heirs = HeirReader(store).read({spec.name: spec.model_dump(mode="json") for spec in specs})
+        reader = HeirReader(store, latest=self._latest_gradients)
+        heirs = reader.read({spec.name: spec.model_dump(mode="json") for spec in specs})
         jobs = store.jobs(unfinished=True)
         hints = store.hint_texts()
         parsed = [self._parse(job.name, job.spec, hints.get(job.name)) for job in jobs]

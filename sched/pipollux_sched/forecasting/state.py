@@ -66,7 +66,9 @@ class StateReader:
     def __init__(self, store: Store, *, restart_seconds: float, interval: float) -> None:
         self._store = store
         self._interval = interval
-        self._snapshots = SnapshotReader(store, restart_seconds=restart_seconds, clock=time.time)
+        self._snapshots = SnapshotReader(
+            store, restart_seconds=restart_seconds, clock=time.time, latest_gradients=True
+        )
         self._completed: dict[tuple[str, float], JobKind | None] = {}
         self.notes: Mapping[str, str] = {}
         """By job: why there is no forecast in the last state, or what its forecast leaves out."""

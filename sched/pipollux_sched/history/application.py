@@ -145,7 +145,7 @@ class HistoryJobModel:
         self._known = True
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:  # noqa: ARG002  # the protocol's: its model is exact
         """Inherit the measurements of related jobs."""
         self._known = True
         self.max_profiled_replicas = max(model.max_profiled_replicas for model in relatives)

@@ -37,6 +37,9 @@ class Predecessor(NamedTuple):
 
     job: str
     hints: Mapping[str, Any]
+    """Its latest ones."""
+    first_gradients: Mapping[str, Any] | None = None
+    """With which it began, as in `hints`; None: not known."""
 
 
 class Families:
@@ -134,7 +137,7 @@ class Families:
             # A job submitted again with another spec may be in another family.
             if row is None or key_of(last.name, last.spec) != key:
                 return None
-            found = Predecessor(last.name, row.hints)
+            found = Predecessor(last.name, row.hints, row.first_gradients)
         self._latest[key] = (mark, found)
         return found
 

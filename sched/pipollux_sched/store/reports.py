@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.orm import Session
 
 from pipollux_sched.lifecycle import FirstStep
@@ -28,9 +28,10 @@ _NOT_LOGGED = ("layers", "stepProfile")
 MOST_VALUES = 2000
 """Largest number of stored values of one metric of a job."""
 _INSERT_EVENTS = insert(_EVENTS).returning(_EVENTS.c.id, sort_by_parameter_order=True)
-_PRESENT = select(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")).join(
-    _HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True
-)
+_PRESENT = select(
+    *(_JOBS.c.name, _JOBS.c.attempt, _HINTS.c.job.is_not(None).label("known")),
+    _HINTS.c.first_gradients,
+).join(_HINTS, _HINTS.c.job == _JOBS.c.name, isouter=True)
 
 
 class ReceivedHints(NamedTuple):
@@ -46,13 +47,20 @@ def keep_hints(
     session: Session, received: Sequence[ReceivedHints], now: float
 ) -> list[StoreError | None]:
     """Store the last hints of each job, and an event per hints; return for each any refusal."""
-    present, known = _present_hints(session, {each.job for each in received})
+    present = _present_hints(session, {each.job for each in received})
+    attempts = {job: row.attempt for job, row in present.items()}
     problems = [
-        None if present.get(each.job) == each.attempt else _why_refused(session, each)
+        None if attempts.get(each.job) == each.attempt else _why_refused(session, each)
         for each in received
     ]
     kept = [each for each, problem in zip(received, problems, strict=True) if problem is None]
-    latest = {each.job: _hints_row(each, now) for each in kept}
+    first = {job: row.first_gradients for job, row in present.items()}
+    for each in kept:
+        first[each.job] = first[each.job] or each.hints.get("gradParams")
+    latest = {
+        each.job: {**_hints_row(each, now), "first_gradients": first[each.job]} for each in kept
+    }
+    known = {job for job, row in present.items() if row.known}
     _execute(session, insert(_HINTS), [row for job, row in latest.items() if job not in known])
     for job in latest.keys() & known:
         session.execute(update(_HINTS).where(_HINTS.c.job == job).values(latest[job]))
@@ -60,9 +68,8 @@ def keep_hints(
     return problems
 
 
-def _present_hints(session: Session, names: Collection[str]) -> tuple[dict[str, int], set[str]]:
-    rows = session.execute(_PRESENT.where(_JOBS.c.name.in_(names))).all()
-    return {row.name: row.attempt for row in rows}, {row.name for row in rows if row.known}
+def _present_hints(session: Session, names: Collection[str]) -> dict[str, Row[Any]]:
+    return {row.name: row for row in session.execute(_PRESENT.where(_JOBS.c.name.in_(names)))}
 
 
 def _hints_row(received: ReceivedHints, now: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .errors import StoreError
 from .location import Location
 from .tables import Base, MetaRow
 
-REVISION = "0007"
+REVISION = "0008"
 """The newest of alembic's revisions, required by this version."""
 REVISIONS = "pipollux_sched.store.migrations:versions"
 """Location of the revisions, in alembic's format."""

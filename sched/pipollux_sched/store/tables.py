@@ -128,6 +128,8 @@ class HintsRow(Base):
     attempt: Mapped[int]
     time: Mapped[float]
     hints: Mapped[dict[str, Any]]
+    first_gradients: Mapped[dict[str, Any] | None]
+    """`gradParams` of its first hints that had any."""
 
 
 class AttemptRow(Base):

@@ -72,9 +72,10 @@ class JobModel(Protocol):
     def observe(self, running: RunningJob, times: TrueStepTimes, gradients: GradParams) -> None:
         """Record the times of an iteration, and the gradients' size and noise."""
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:
         """Start with the measurements of jobs of the same application, at least one. The gradients
-        are those of the first one at its start. May be called again until the job starts.
+        are those with which the first one began, or its `latest`. May be called again until the
+        job starts.
         """
 
     def shapes(self) -> tuple[ReplicaShape, ...]:

@@ -58,12 +58,13 @@ class PipelineJobModel:
             self._shapes = None
             self._chosen.clear()
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the jobs' step times, and with the initial gradients of the first one."""
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:
+        """Start with the jobs' step times, and with the gradients of the first one."""
         alike = [model for model in relatives if isinstance(model, PipelineJobModel)]
         if not alike:
             return
-        gradients = alike[0]._first_gradients
+        first = alike[0]
+        gradients = first._gradients if latest else first._first_gradients
         new = self._learner.inherit([model._learner for model in alike])
         if new or gradients != self._first_gradients:
             self.max_profiled_replicas = max(model.max_profiled_replicas for model in alike)

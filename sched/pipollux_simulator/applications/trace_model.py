@@ -103,9 +103,9 @@ class TraceJobModel:
             self._first_gradients = self._first_gradients or gradients
             self._speedup = None
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the jobs' profiles, and with the initial gradients of the first one. Limits
-        the number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:
+        """Start with the jobs' profiles, and with the gradients of the first one. Limits the
+        number of rows, and how often each is passed on, as in jobs (`InheritedRows`).
         """
         alike = [model for model in relatives if isinstance(model, TraceJobModel)]
         rows = [entry for model in alike for entry in model._handed_down()]
@@ -115,7 +115,7 @@ class TraceJobModel:
         profiles = ChainMap(*(model._profile for model in alike))
         self._passed_on = dict(reversed([*found.items()][:MAX_INHERITED]))
         profile = {key: profiles[key] for key in self._passed_on}
-        gradients = alike[0]._first_gradients if alike else None
+        gradients = _gradients_of(alike[0], latest=latest) if alike else None
         if (profile, gradients) != (self._profile, self._gradients):
             self._profile, self._goodput = profile, None
             self.max_profiled_replicas = max((replicas for _, replicas, *_ in profile), default=0)
@@ -270,6 +270,10 @@ def _at_level(goodput: GoodputFunction, level: int) -> GoodputFunction:
     return goodput if params is goodput.perf_params else goodput.with_params(params)
 
 
+def _gradients_of(model: TraceJobModel | FixedBatchModel, *, latest: bool) -> GradParams | None:
+    return model._gradients if latest else model._first_gradients
+
+
 class FixedBatchModel:
     """Keeps its user's batch size, of the whole job, and knows the true step times."""
 
@@ -286,11 +290,12 @@ class FixedBatchModel:
         self._gradients = gradients
         self._first_gradients = self._first_gradients or gradients
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
-        """Start with the initial gradients of the first job; times are known."""
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:
+        """Start with the gradients of the first job; times are known."""
         alike = [model for model in relatives if isinstance(model, FixedBatchModel)]
         if alike:
-            self._gradients = self._first_gradients = alike[0]._first_gradients
+            gradients = _gradients_of(alike[0], latest=latest)
+            self._gradients = self._first_gradients = gradients
 
     def shapes(self) -> tuple[ReplicaShape, ...]:
         """Return the single shape of a model that fits on one GPU."""

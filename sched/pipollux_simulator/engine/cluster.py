@@ -272,10 +272,13 @@ class Cluster:
             row = self._waiting.pop(0)
             app = self.applications[row.application]
             try:
-                model = app.new_model(row.batch_size if self._fixed else None)
+                model = self._new_model(row, app)
             except ValueError as error:
                 raise SimulationError(f"job {row.name!r} of the workload: {error}") from error
             self._active[row.name] = self._job(row, app, model)
+
+    def _new_model(self, row: JobArrival, app: Application) -> JobModel:
+        return app.new_model(row.batch_size if self._fixed else None)
 
     def _bequeath(self) -> None:
         if self.options.inherit_models:

@@ -56,3 +56,7 @@ class Experience:
             self._looked[job.name] = looked
             job.model.inherit(relatives)
         return bool(relatives)
+
+    def foresee(self, job: SimulatedJob, model: JobModel) -> None:
+        """Pass its family's measurements to a model of a job, with the latest gradients."""
+        model.inherit(self._families[job.arrival.lineage].relatives(), latest=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipollux_policies import Allocation, JobInfo
+from pipollux_simulator.applications.base import JobModel
 from pipollux_simulator.engine.cluster import Cluster
 from pipollux_simulator.engine.job import SimulatedJob
 
@@ -21,6 +23,8 @@ class ObservedCluster(Cluster):
     """A cluster that calls `observe` after every decision, for instance to take its `state`."""
 
     observe: Callable[[ObservedCluster], object] = lambda _: None
+    _models: dict[Any, JobModel] = field(default_factory=dict)
+    """Models of new jobs, by family and batch size, as forecasts see them now."""
 
     def _round(self) -> None:
         super()._round()
@@ -33,6 +37,7 @@ class ObservedCluster(Cluster):
 
     def state(self) -> ForecastState:
         """Return the state at this time, without anything that a scheduler could not know."""
+        self._models.clear()
         mean_jobs = self._mean_jobs()
         jobs = [self._forecast_job(job, mean_jobs.get(name)) for name, job in self._active.items()]
         since = max(self._now - ARRIVAL_SECONDS, 0.0)
@@ -51,7 +56,23 @@ class ObservedCluster(Cluster):
             notices=dict(self._notices),
         )
 
+    def _foreseen(self, job: SimulatedJob) -> SimulatedJob:
+        """Return a job as forecasts see it: a new one with the gradients that its family reached.
+
+        The scheduler plans it with those with which its family began.
+        """
+        if job.started is not None or job.name not in self._warm_starts:
+            return job
+        key = job.arrival.lineage, job.arrival.batch_size
+        if key not in self._models:
+            self._models[key] = self._new_model(job.arrival, job.app)
+            self.experience.foresee(job, self._models[key])
+        seen = copy.copy(job)
+        seen.model = self._models[key]
+        return seen
+
     def _forecast_job(self, job: SimulatedJob, mean_jobs: float | None) -> ForecastJob:
+        job = self._foreseen(job)
         return ForecastJob(
             name=job.name,
             # Only a decision that is being made pins a job that starts.
@@ -71,6 +92,7 @@ class ObservedCluster(Cluster):
         return tuple(self._kind(job) for job in measured[-MOST_KINDS:])
 
     def _kind(self, job: SimulatedJob) -> JobKind:
+        job = self._foreseen(job)
         present = self._info(job, None)
         if job.completed is not None:
             work: tuple[float, ...] = (present.work_done,)

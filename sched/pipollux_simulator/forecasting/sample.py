@@ -140,7 +140,7 @@ class SampledModel:
         self.is_measured = True
         self.max_profiled_replicas = max(self.max_profiled_replicas, running.num_replicas)
 
-    def inherit(self, relatives: Sequence[JobModel]) -> None:
+    def inherit(self, relatives: Sequence[JobModel], *, latest: bool = False) -> None:
         """Inherit nothing: inherited measurements are part of the state."""
 
     def shapes(self) -> tuple[ReplicaShape, ...]:

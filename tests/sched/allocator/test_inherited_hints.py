@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from pipollux_perfmodel import GradParams
 from pipollux_policies import PolluxPolicy
 from pipollux_sched.allocator.job_infos import linear_speedup
 from pipollux_sched.cli.describe import job_sections
 from pipollux_sched.cli.explain import explanation_text
+from pipollux_sched.forecasting.state import StateReader
 from pipollux_sched.lifecycle import Exited, Outcome
 from pipollux_sched.planning.explain import LimitKind, explanation
+from pipollux_sched.spec.job import parse_job
 from pipollux_sched.views.jobs import job_details
 from tests.sched.allocator.test_allocator import Answer, World
 from tests.sched.allocator.test_hints import NOTHING_FITS, SANE
@@ -55,6 +58,31 @@ def complete(world: World, name: str, **hints: Any) -> None:
     world.store.put_hints(name, 1, {**SANE, "remainingSamples": 5.0, **hints})
     world.store.transition(name, Exited(1, Outcome.COMPLETE))
     world.now += 1
+
+
+def test_it_begins_with_the_gradients_with_which_the_other_began(world: World) -> None:
+    """Forecasts have the latest ones, which tell how the job goes on."""
+    began, ended = {"norm": 1.0, "var": 0.5}, {"norm": 1.0, "var": 50.0}
+    world.submit("toy-1")
+    world.allocator(Answer()).run_once()
+    world.step("toy-1", 1)
+    for gradients in (began, ended):
+        world.store.put_hints("toy-1", 1, {**SANE, "maxBatchSize": 4096, "gradParams": gradients})
+    world.store.transition("toy-1", Exited(1, Outcome.COMPLETE))
+    world.submit("toy-2", max_replicas=16)
+    (begins,) = world.candidates()
+    reader = StateReader(world.store, restart_seconds=30.0, interval=60.0)
+    goes_on = {job.name: job.info for job in reader.read().jobs}["toy-2"]
+    asked = StateReader(world.store, restart_seconds=30.0, interval=60.0).read(
+        [parse_job({"name": "toy-3", "script": "x.py", "max_replicas": 16})]
+    )
+    to_come = {job.name: job.info for job in asked.jobs}["toy-3"]
+    assert begins.warm_start is not None
+    assert begins.warm_start.hints.grad_params == GradParams(1.0, 0.5)
+    planned, foreseen, new = (
+        float(info.speedup_fn(1, 4)) for info in (begins.info, goes_on, to_come)
+    )
+    assert foreseen == new > 1.5 * planned
 
 
 def test_it_gets_at_once_what_pays(world: World) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from pipollux_perfmodel.hints.step_rows import MAX_RELATIVES, RENEWED
-from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome
+from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Resume, Suspend
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.store import Store
 from pipollux_sched.store.families import MOST_ALIKE
+from pipollux_sched.store.reports import ReceivedHints
 from tests.sched.store.stores import Clock
 
 
@@ -91,6 +92,23 @@ def test_those_at_work_hand_down_what_they_have_measured_so_far(store: Store, cl
     assert related(store, "toy-9") == ["toy-3", "toy-1"]
     assert related(store, "boy-9") == []
     assert store.families.relatives("toy-9", spec("toy-9", family="")) == []
+
+
+def test_the_gradients_with_which_a_predecessor_began_are_kept(store: Store) -> None:
+    """Also over restarts, from its first hints that have any."""
+    first, later, last = ({"norm": 1.0, "var": float(var)} for var in (1, 2, 3))
+    train(store, "toy-1", {"maxProfiledReplicas": 1})
+    together = [ReceivedHints("toy-1", 1, {"gradParams": entry}) for entry in (first, later)]
+    assert store.put_all_hints(together) == [None, None]
+    stopped = Exited(1, Outcome.STOPPED, step=1)
+    for event in (Suspend(), stopped, Resume(), Allocate(["a"], "it is free")):
+        store.transition("toy-1", event)
+    store.put_hints("toy-1", 2, {"gradParams": last})
+    store.put_hints("toy-1", 2, {"maxProfiledReplicas": 1})
+    store.put_hints("toy-1", 2, {"gradParams": last})
+    store.transition("toy-1", Exited(2, Outcome.COMPLETE))
+    found = store.families.predecessors({"toy-9": spec("toy-9")})["toy-9"]
+    assert (found.first_gradients, found.hints["gradParams"]) == (first, last)
 
 
 def test_what_a_predecessor_at_work_reports_is_not_read_each_time(

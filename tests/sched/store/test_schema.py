@@ -27,8 +27,8 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0008"
-down_revision = "0007"
+revision = "0009"
+down_revision = "0008"
 
 
 def upgrade():
@@ -44,7 +44,7 @@ def upgrade():
 NEXT_VERSION = """
 import sys
 from pipollux_sched.store import schema
-schema.REVISION = "0008"
+schema.REVISION = "0009"
 schema.REVISIONS += chr(10) + sys.argv[2]
 """
 
@@ -127,7 +127,7 @@ def later(tmp_path: Path) -> str:
     """A folder with the revision of the version that comes after this one."""
     folder = tmp_path / "revisions"
     folder.mkdir()
-    (folder / "v0008_colours.py").write_text(LATER)
+    (folder / "v0009_colours.py").write_text(LATER)
     return str(folder)
 
 
@@ -136,7 +136,7 @@ def next_version(later: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Let this process be of the version that comes after this one, once it is called."""
 
     def update() -> None:
-        monkeypatch.setattr(schema, "REVISION", "0008")
+        monkeypatch.setattr(schema, "REVISION", "0009")
         monkeypatch.setattr(schema, "REVISIONS", f"{schema.REVISIONS}\n{later}")
 
     return update
@@ -166,9 +166,18 @@ def test_a_store_of_an_earlier_version_is_brought_up_to_date(
         with Store(place) as store:
             assert store.job("toy").state.running_on == ("a", "b")
             assert [event["type"] for event in store.events()] == ["submitted", "allocated"]
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0008"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0009"]
     assert column(place, "SELECT colour FROM jobs") == ["red"]
     assert column(place, "SELECT job FROM labels") == ["toy"]
+
+
+def test_a_store_without_first_gradients_gets_them(place: Path | str) -> None:
+    keep_a_job(place)
+    execute(place, "ALTER TABLE hints DROP COLUMN first_gradients")
+    execute(place, "UPDATE alembic_version SET version_num = '0007'")
+    with Store(place) as store:
+        store.put_hints("toy", 1, {"gradParams": {"norm": 1.0, "var": 2.0}})
+    assert differences(place) == ([], REVISION)
 
 
 @pytest.mark.exhaustive
@@ -200,7 +209,7 @@ def test_opened_by_several_at_once(
         now.touch()
         said = [(opener.wait(), opener.output, opener.errors) for opener in openers]
     assert said == [(0, f"ready\n{int(old)}\n", "")] * 2
-    assert column(place, "SELECT version_num FROM alembic_version") == ["0008"]
+    assert column(place, "SELECT version_num FROM alembic_version") == ["0009"]
 
 
 @pytest.mark.parametrize("version", ["0099", "0003"])
