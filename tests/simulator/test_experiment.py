@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipollux_perfmodel import GradParams
 from pipollux_simulator import (
     Experiment,
     JobArrival,
@@ -205,3 +207,26 @@ def test_it_begins_with_what_jobs_at_work_have_measured_so_far(tmp_path: Path) -
         assert first.completed > second.started
         known[inherit] = max(len(interval.nodes) for interval in second.history[:1])
     assert known == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size"), [("cifar10", None), ("cifar10", 1024), ("gpt-1.3b", None)]
+)
+def test_it_begins_with_gradients_of_the_beginning_or_foresees_the_latest(
+    tmp_path: Path, name: str, batch_size: int | None
+) -> None:
+    write_traces(tmp_path)
+    workload = Workload("w", (JobArrival("j", 0.0, name, 1, 128),))
+    app = Experiment(make_nodes({"": (2, 2)}), traces=tmp_path).applications(workload)[name]
+    before = app.new_model(batch_size)
+    running = before.configure(before.shapes()[0], (2,))
+    larger = replace(running, atomic_bsz=2 * running.atomic_bsz)
+    times, goodputs = app.step_times(running), []
+    for noise in (0.1, 100.0):
+        before.observe(running, times, GradParams(1.0, noise))
+        goodputs.append(before.goodput(larger))
+    heirs = [app.new_model(batch_size) for _ in range(2)]
+    for heir, latest in zip(heirs, (False, True), strict=True):
+        heir.inherit([before], latest=latest)
+    assert [heir.goodput(larger) for heir in heirs] == pytest.approx(goodputs)
+    assert goodputs[0] < 0.9 * goodputs[1]
