@@ -15,8 +15,10 @@ meanwhile, which is part of the next Δ: no sample's change is lost or sent twic
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +39,7 @@ from .fragments import check_layers, fragments_of, layer_parameters, layer_sizes
 from .joining import Joining
 from .key_range import FENCED, PAST, Place
 from .leases import Cut, Leases, Span
-from .options import PushPull
+from .options import AUTO, PushPull
 from .transport import ServerError, require_zmq
 from .worker import Handle, KVWorker, Pulled
 
@@ -60,6 +62,8 @@ SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
 SMOOTHING_ROUNDS = 0.5
 """The same of the steps of a round, which have a mean of their own."""
+_HURRIED = 100
+"""Successive leases of one step after which ``sync_every="auto"`` has settled there."""
 
 
 @dataclass
@@ -113,6 +117,13 @@ class Learner:
         timeout = ctx.control.timeout
         # A copy does not know pushes before their step, so it cannot tell how far others are.
         copies = options.max_staleness == 0 and options.quorum is None
+        # With SGD inside, one step between two pushes makes it SGD with momentum.
+        self._rushes = options.outer_optimizer.momentum > 0 and not isinstance(
+            optimizer, torch.optim.SGD
+        )
+        """Whether momentum on every step is to be warned of."""
+        self._hurried = 0
+        """Successive leases with a push after every step."""
         self._worker = KVWorker(env.servers, env.token, self._sizes, timeout, copies=copies)
         ctx.closers.append(self._close)
         settings = settings_of(module, optimizer, lr_scheduler)
@@ -273,6 +284,7 @@ class Learner:
         found: dict[str, Any] = self._worker.ask(header).wait().header["answer"]
         if found["status"] == "leased":
             self._steps = found["steps"]
+            self._warn_of_momentum()
             self._note_present(found)
         if found["status"] != "none" and (idle or self._begins):
             # Only now do others wait for this replica: until then they went on.
@@ -281,6 +293,24 @@ class Learner:
             self._align()
             self._since = None  # this was no part of a step
         return found
+
+    def _warn_of_momentum(self) -> None:
+        """Warn once, in one process of the job, of momentum of the servers on every step."""
+        self._hurried = self._hurried + 1 if self._steps == 1 else 0
+        every = self.options.sync_every
+        enough = 1 if every == 1 else _HURRIED if every == AUTO else math.inf
+        if not (self._rushes and self._hurried >= enough and self._context.env.leads):
+            return
+        self._rushes = False
+        outer = self.options.outer_optimizer
+        warnings.warn(
+            f"the replicas push after every step, and momentum={outer.momentum} of the outer "
+            f"optimizer then multiplies each step of the inner one by "
+            f"{outer.lr / (1 - outer.momentum):.3g} in the end, which costs much loss with other "
+            "inner optimizers than SGD; set outer_optimizer=OuterSGD(lr=1.0, momentum=0.0), or "
+            "sync_every=25 or more",
+            stacklevel=2,
+        )
 
     def _note_present(self, found: Mapping[str, Any]) -> None:
         """Note which replicas the job has, for its model and its scheduler."""

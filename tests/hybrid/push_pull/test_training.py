@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import pipollux
-from tests.extent import first
+from tests.extent import first, first_points
 from tests.hybrid.push_pull.jobs import servers
 from tests.hybrid.replicas import run_replicas
 
@@ -194,6 +195,37 @@ def test_fragments_and_overlap(options: dict[str, Any]) -> None:
 
 def test_accumulation_steps() -> None:
     check({"sync_every": 4}, 2, accumulates=True)
+
+
+def warned(*args: Any) -> list[str]:
+    """Train a replica; return the warnings of momentum."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(*args)
+    return [str(one.message) for one in caught if "momentum" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    first_points(
+        1,
+        [
+            ("adamw", {"sync_every": 1}, True),
+            ("adamw", {"sync_every": 2}, False),
+            ("adamw", {"sync_every": 1, "outer_optimizer": pipollux.OuterSGD(momentum=0.0)}, False),
+            ("sgd", {"sync_every": 1}, False),
+        ],
+    ),
+)
+def test_momentum_on_every_step_of_adamw_is_warned_of_once(
+    kind: str, options: dict[str, Any], said: bool
+) -> None:
+    with servers(1) as running:
+        (found,) = run_replicas(
+            warned, 1, options, kind, 1, 1, 1, environment=running.environment()
+        )
+    assert len(found) == said
+    assert all("multiplies each step of the inner one by 7 in the end" in text for text in found)
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
