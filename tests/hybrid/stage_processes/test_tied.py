@@ -117,7 +117,7 @@ def check(num_replicas: int, job: Job, **options: Any) -> list[Outcome]:
     ("split", "num_replicas", "schedule", "accum_steps", "adam"),
     [
         ("ends", 2, "1f1b", 1, True),
-        ("three stages", 1, "gpipe", 1, False),
+        pytest.param("three stages", 1, "gpipe", 1, False, marks=pytest.mark.exhaustive),
         pytest.param("two of a stage", 2, "gpipe", 0, True, marks=pytest.mark.exhaustive),
         pytest.param("ends of four", 1, "interleaved", 0, True, marks=pytest.mark.exhaustive),
         pytest.param("ends of four", 2, "interleaved", 1, False, marks=pytest.mark.exhaustive),
