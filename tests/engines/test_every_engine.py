@@ -352,7 +352,7 @@ def test_a_job_is_adopted_beside_others(case: EngineCase, scheduler: Scheduler) 
         assert again.attempts.free() == {"n1": SLOTS - seen, "n2": SLOTS}
 
 
-@on(*CLUSTERS, rarely=("trainjobs",))
+@on(*CLUSTERS, rarely=("memory", "trainjobs"))
 def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -> None:
     """It is no failure of the job's, and the other replicas save."""
     scheduler.apply("toy", [*NODES])

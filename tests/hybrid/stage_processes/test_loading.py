@@ -179,9 +179,9 @@ def job(kind: str, per_stage: bool, workers: int, accum_steps: int) -> Outcome:
     [
         pytest.param("drawing padded", 1, 1, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing dicts stream", 1, 0, 0, marks=pytest.mark.exhaustive),
-        pytest.param("drawing padded", 1, 0, 0, marks=pytest.mark.exhaustive),
+        ("drawing padded", 1, 0, 0),
         pytest.param("drawing", 1, 2, 1, marks=pytest.mark.exhaustive),
-        ("drawing padded dicts", 1, 0, 1),
+        pytest.param("drawing padded dicts", 1, 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing", 2, 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("padded", 2, 2, 0, marks=pytest.mark.exhaustive),
         pytest.param("drawing dicts", 1, 2, 0, marks=pytest.mark.exhaustive),
