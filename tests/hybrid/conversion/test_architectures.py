@@ -19,7 +19,7 @@ USUAL = (
 )
 """Decoders, encoders, both, images and sounds; experts, tied weights, statistics, no attention.
 
-Other tests here convert and train those after the first three.
+Other tests of this folder train gpt2, llama, t5 and whisper.
 """
 
 RESULTS = Path(architectures.__file__).with_name("results.json")

@@ -74,7 +74,7 @@ def test_embeddings_that_stages_share_are_refused_in_one_process() -> None:
 
 @pytest.mark.parametrize("num_replicas", first(1, [1, 2]))
 @pytest.mark.parametrize("num_stages", first(1, [2, 3]))
-@pytest.mark.parametrize("name", [only_default(name, "gpt2") for name in SEVEN])
+@pytest.mark.parametrize("name", [only_default(name, "t5") for name in SEVEN])
 def test_in_stage_processes(name: str, num_stages: int, num_replicas: int) -> None:
     environment = {"PIPOLLUX_NUM_STAGES": str(num_stages)}
     stages = run_stages(
