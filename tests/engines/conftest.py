@@ -45,7 +45,9 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EngineCase]
 
 
 def _make(request: pytest.FixtureRequest, folder: Path, stack: ExitStack) -> EngineCase:
-    if request.param == "local":
+    if request.param.startswith("light "):  # without torch
+        request.getfixturevalue("monkeypatch").setattr(command, "_AGENT", LIGHT_AGENT)
+    if request.param in ("light local", "local"):
         return LocalCase(folder)
     if request.param == "slurm":
         from .slurm import SlurmCase
@@ -58,8 +60,6 @@ def _make(request: pytest.FixtureRequest, folder: Path, stack: ExitStack) -> Eng
     if request.param in ("light ray", "ray"):
         from .ray import RayCase
 
-        if request.param == "light ray":  # without torch
-            request.getfixturevalue("monkeypatch").setattr(command, "_AGENT", LIGHT_AGENT)
         return RayCase(folder, request.getfixturevalue("ray_cluster"))
 
     from .kubernetes import KubernetesCase, TrainJobCase

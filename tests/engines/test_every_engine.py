@@ -22,6 +22,7 @@ from tests.waiting import until
 from .case import NODES, SLOTS, EngineCase, Scheduler
 
 ENGINES = {
+    "light local": (),
     "local": (),
     "memory": (),
     "trainjobs": (),
@@ -31,7 +32,7 @@ ENGINES = {
     "kubelets": pytest.mark.kubernetes,
 }
 """The cases, and where they run."""
-SUITE = [name for name in ENGINES if name != "light ray"]
+SUITE = [name for name in ENGINES if not name.startswith("light ")]
 """Those that each test runs on."""
 
 
@@ -61,7 +62,7 @@ def test_nodes_and_refusals(case: EngineCase) -> None:
         assert "\n" not in str(refused.value)
 
 
-@on(*ENGINES)
+@on(*ENGINES, rarely=("local",))
 def test_an_attempt_from_start_to_stop(case: EngineCase, scheduler: Scheduler) -> None:
     """Two replicas with what they need to know; they save when told, and their logs stay."""
     program = scheduler.apply("toy", [*NODES], "--prints", num_stages=2)
@@ -192,7 +193,7 @@ def test_a_script_that_ends_as_if_stopped_has_failed(scheduler: Scheduler, statu
     assert ", but was not asked to stop" in head
 
 
-@on("local", "ray", "slurm")
+@on("light local", "local", "ray", "slurm", rarely=("local",))
 def test_a_script_that_daemonises_itself_is_not_complete(
     case: EngineCase, scheduler: Scheduler
 ) -> None:
@@ -205,7 +206,7 @@ def test_a_script_that_daemonises_itself_is_not_complete(
     assert case.processes() == []
 
 
-@on(*SUITE, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "memory", "trainjobs"))
 def test_a_newer_attempt_goes_on_where_the_older_stopped(scheduler: Scheduler) -> None:
     """On another node, from the same checkpoint."""
     scheduler.apply("toy", ["n1"])
@@ -351,7 +352,7 @@ def test_a_job_is_adopted_beside_others(case: EngineCase, scheduler: Scheduler) 
         assert again.attempts.free() == {"n1": SLOTS - seen, "n2": SLOTS}
 
 
-@on(*CLUSTERS, rarely=("trainjobs",))
+@on(*CLUSTERS, rarely=("memory", "trainjobs"))
 def test_what_the_cluster_ends_is_lost(case: EngineCase, scheduler: Scheduler) -> None:
     """It is no failure of the job's, and the other replicas save."""
     scheduler.apply("toy", [*NODES])

@@ -12,6 +12,7 @@ from torch import nn
 
 from pipollux_hybrid import AdaptiveDataLoader, HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
+from tests.extent import first
 from tests.hybrid.models import make_data
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages
@@ -46,7 +47,7 @@ def train_and_end() -> list[bool]:
     return [what() is not None for what in left]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", first(1, [1, 2]))
 def test_a_model_goes_with_its_job(num_replicas: int) -> None:
     """Else a GPU would have no room for the next one."""
     for left in run_replicas(train_and_end, num_replicas):

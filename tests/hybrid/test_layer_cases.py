@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid import ConfigurationError, init_process_group, replica_rank
 from pipollux_hybrid.job import context as contexts
-from tests.extent import first_points, turns
+from tests.extent import turns
 from tests.hybrid.layer_cases import (
     BATCH,
     CASES,
@@ -40,9 +40,8 @@ def test_one_process(name: str, mode: str) -> None:
     check(train(CASES[name], activation_checkpoint=mode), name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "mode"), first_points(1, [("1f1b", "always"), ("gpipe", "never")])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("schedule", "mode"), [("1f1b", "always"), ("gpipe", "never")])
 def test_a_process_per_stage(schedule: str, mode: str) -> None:
     options = {"schedule": schedule, "activation_checkpoint": mode}
     (stages,) = run_stages(functools.partial(train_all, **options), 1, 2)

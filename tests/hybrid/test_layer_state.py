@@ -91,6 +91,7 @@ def test_recomputation_draws_the_same_numbers(name: str) -> None:
         assert_close(found, kept, 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_recomputation_draws_the_same_numbers_in_processes() -> None:
     names = list(GENERATORS)
     (stages,) = run_stages(train_drawing, 1, 2, names, ["never", "always"])

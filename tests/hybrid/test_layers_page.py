@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pipollux
 from pipollux_hybrid import AdaptiveDataLoader, ConfigurationError, HybridParallel
 from pipollux_hybrid.job import context as contexts
+from tests.extent import turns
 from tests.hybrid.models import freeze_statistics
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -137,22 +138,20 @@ def assert_same(
         torch.testing.assert_close(gradient, wanted[name], **EXACT)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches", "checkpoint"),
-    [
-        (1, 1, "except_last"),
-        (1, 4, "never"),
-        (2, 2, "always"),
-        (2, 3, "never"),
-        (3, 1, "always"),
-        (3, 4, "except_last"),
-    ],
-)
-def test_transformers(
-    page: dict[str, Any], recipe: str, num_stages: int, num_microbatches: int, checkpoint: str
-) -> None:
-    assert_same(page, recipe, num_stages, num_microbatches, checkpoint)
+PIPELINES = [
+    (1, 1, "except_last"),
+    (1, 4, "never"),
+    (2, 2, "always"),
+    (2, 3, "never"),
+    (3, 1, "always"),
+    (3, 4, "except_last"),
+]
+"""Stages, micro-batches and recomputation."""
+
+
+@pytest.mark.parametrize(("recipe", "pipeline"), turns(list(RECIPES), PIPELINES), ids=str)
+def test_transformers(page: dict[str, Any], recipe: str, pipeline: tuple[int, int, str]) -> None:
+    assert_same(page, recipe, *pipeline)
 
 
 def test_the_mask_counts(page: dict[str, Any]) -> None:

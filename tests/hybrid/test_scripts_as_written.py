@@ -244,7 +244,7 @@ def check(found: list[dict[str, Tensor]]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "num_replicas"),
     [
-        ("1f1b", "except_last", 1),
+        pytest.param("1f1b", "except_last", 1, marks=pytest.mark.exhaustive),
         pytest.param("1f1b", "except_last", 2, marks=pytest.mark.exhaustive),
         pytest.param("interleaved", "never", 1, marks=pytest.mark.exhaustive),
         pytest.param("gpipe", "always", 1, marks=pytest.mark.exhaustive),

@@ -31,7 +31,7 @@ BATCH_SIZE = 24
 SIZE = 2 * BATCH_SIZE + 17
 """Two whole batches and one that neither replicas nor accumulation steps divide."""
 MODES = ("always", "except_last", "never")
-FAMILIES = ("mlp", "transformer", "unet")
+FAMILIES = ("unet", "transformer", "mlp")
 
 Trained = tuple[list[dict[str, Tensor]], dict[str, Tensor]]
 """Gradients of each step, and the parameters and buffers at the end."""

@@ -24,20 +24,28 @@ ANSWER_TIMEOUT = 120.0
 
 
 class RayCluster:
-    """A head without resources, and nodes that are added; a context manager."""
+    """A head, and nodes that are added; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        head: name of the head.
+        num_cpus: how many CPUs the head offers.
+    """
+
+    def __init__(self, head: str = "head", num_cpus: int = 0) -> None:
         # Ray's sockets are below it, and the path of a socket has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", DETACHED, sys.executable, "-P", str(MAIN)],
+            [sys.executable, "-c", DETACHED, sys.executable, "-P", str(MAIN), head, str(num_cpus)],
             env={
                 # With CUDA_VISIBLE_DEVICES, no node may have more GPUs than it names.
                 **{name: value for name, value in os.environ.items() if "CUDA" not in name},
                 "RAY_TMPDIR": str(self.folder),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_enable_metrics_collection": "0",
+                # A worker is started when it is needed.
+                "RAY_enable_worker_prestart": "0",
+                "RAY_prestart_worker_first_driver": "0",
                 # A node without its raylet is lost in 3 s, not in 40 s.
                 "RAY_health_check_initial_delay_ms": "1000",
                 "RAY_health_check_period_ms": "500",

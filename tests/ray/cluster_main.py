@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import ray
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 SMALL = {
@@ -21,6 +22,7 @@ SMALL = {
     "object_store_memory": 80 * 2**20,
     "include_dashboard": False,
     "include_log_monitor": False,
+    "no_monitor": True,
 }
 
 
@@ -32,10 +34,12 @@ class Holder:
 
 
 class Raylets:
-    """The head, without resources, and nodes that come and go."""
+    """The head, and nodes that come and go."""
 
-    def __init__(self) -> None:
-        head = {**SMALL, "node_name": "head", "num_cpus": 0, "num_gpus": 0}
+    def __init__(self, name: str, num_cpus: int) -> None:
+        # Ray starts the server of the dashboard even where there is none, and has no option for it.
+        Node.start_api_server = lambda *_, **__: None
+        head = {**SMALL, "node_name": name, "num_cpus": num_cpus, "num_gpus": 0}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
         self._others: dict[str, Any] = {}
@@ -136,7 +140,7 @@ def main() -> None:
     """Obey until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Ray prints
-    raylets = Raylets()
+    raylets = Raylets(sys.argv[1], int(sys.argv[2]))
     try:
         for line in sys.stdin:
             method, arguments, options = json.loads(line)

@@ -11,8 +11,7 @@ from .cluster import RayCluster
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """A Ray of two nodes, n1 and n2, of four CPUs each."""
-    with RayCluster() as cluster:
-        for name in ("n1", "n2"):
-            cluster.call("add", name, num_cpus=4)
+    """A Ray of two nodes, n1 and n2, of four CPUs each; n1 is the head."""
+    with RayCluster("n1", num_cpus=4) as cluster:
+        cluster.call("add", "n2", num_cpus=4)
         yield cluster

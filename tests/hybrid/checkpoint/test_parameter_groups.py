@@ -101,7 +101,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
         pytest.param(once, (UNFREEZES + 1, 1), marks=pytest.mark.exhaustive),
         (as_needed, (UNFREEZES, 1)),
         pytest.param(as_needed, (UNFREEZES + 1, 0), marks=pytest.mark.exhaustive),
-        (without_groups, (UNFREEZES + 1, 2)),
+        pytest.param(without_groups, (UNFREEZES + 1, 2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_unfreezing_goes_on_as_if_nothing_had_stopped_it(

@@ -121,6 +121,7 @@ def test_a_checkpoint_of_another_optimizer(directory: Path) -> None:
         resume_other(module, swapped)
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_have_their_plain_names(directory: Path) -> None:
     """Saved with a compiled layer, restored without, and the other way round."""
     module = layers(2, 3, 1)

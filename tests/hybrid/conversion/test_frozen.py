@@ -19,6 +19,7 @@ from pipollux_hybrid import (
 )
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
+from tests.extent import turns
 from tests.hybrid.conversion.small_models import ROWS, loss_of, make_batches, make_model
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -86,14 +87,15 @@ def assert_as_in_a_loop(
         torch.testing.assert_close(found[key].cpu(), value, rtol=1e-9, atol=1e-11, msg=key)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("gpt2", (), FIRST), ("gpt2", FIRST, ()), ("llama", ("model.",), ()), ("vit", LAST, FIRST)],
-)
+CASES = [("gpt2", (), FIRST), ("gpt2", FIRST, ()), ("llama", ("model.",), ()), ("vit", LAST, FIRST)]
+"""A model, and the parts that are frozen at first and later."""
+
+
+@pytest.mark.parametrize(("case", "checkpoint"), turns(CASES, ["never", "always"]))
 def test_in_one_process(
-    name: str, before: tuple[str, ...], after: tuple[str, ...], checkpoint: str
+    case: tuple[str, tuple[str, ...], tuple[str, ...]], checkpoint: str
 ) -> None:
+    name, before, after = case
     options = {"activation_checkpoint": checkpoint}
     assert_as_in_a_loop(trained(name, before, after, options), name, before, after)
 

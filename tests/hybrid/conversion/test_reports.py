@@ -71,7 +71,8 @@ def gemma(kind: str) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config).double().train()
 
 
-@pytest.mark.parametrize("name", first(1, ["Gemma3", "Gemma2", "llama"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma2", "llama"])
 def test_models_with_rotary_positions_are_split(name: str) -> None:
     """Reports pytorch/pytorch 184361, 145263 and 182644."""
     model = make_model("llama") if name == "llama" else gemma(name)

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.extent import first
 from tests.hybrid.elastic.elastic_training import EPOCHS, SIZE
 from tests.hybrid.elastic.test_restart import Job, run_and_stop
 from tests.programs import LIMIT, Replicas
@@ -28,7 +27,8 @@ def kill_all(replicas: Replicas) -> list[psutil.Process]:
     return left
 
 
-@pytest.mark.parametrize("data", first(1, ["text", "stream-worker", "workers"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("data", ["text", "stream-worker", "workers"])
 def test_stopped_killed_and_restarted(job: Job, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     """From two replicas to one, killed there, and on with two: all once an epoch."""
     monkeypatch.setenv("DATA", data)

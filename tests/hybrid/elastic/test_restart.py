@@ -147,7 +147,7 @@ def test_stopped_and_resumed_as_if_nothing_had_been(
     with job.start_torchrun(2) if launcher == "torchrun" else job.start(2) as started:
         stop(job, started, 2, 8)
     markers = [job.marker()]
-    run_and_stop(job, 2, 25)
+    run_and_stop(job, 2, 17)
     markers.append(job.marker())
     job.run(2)
     assert [marker["attempt"] for marker in markers] == [1, 2]

@@ -21,7 +21,7 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry.metrics import Metrics
 
 RESULTS = Path(os.environ.get("RESULTS", "."))
-SIZE = 120
+SIZE = 84
 EPOCHS = 2
 
 

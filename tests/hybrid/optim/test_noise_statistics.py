@@ -172,6 +172,7 @@ def _record_jumping(jump: float) -> tuple[list[tuple[float, float]], bool]:
     return record(1, BATCH, "never", jump=jump, num_steps=2 * STEPS)
 
 
+@pytest.mark.exhaustive
 def test_successive_steps_are_unbiased_while_parameters_stand_still() -> None:
     steps, differenced = run_replicas(_record_jumping, 1, 0.0)[0]
     assert differenced

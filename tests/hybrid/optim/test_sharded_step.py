@@ -221,7 +221,8 @@ def compare(kind: str, dtype: torch.dtype, scale: float | None) -> tuple[bool, i
     return equal, whole.state_bytes(), ours.state_bytes(), len(ours.stepped)
 
 
-@pytest.mark.parametrize("case", first(1, CASES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_the_undivided_optimizer(case: tuple[str, torch.dtype, int]) -> None:
     """Groups, a frozen layer, an unused one, accumulation, short batches, clipping, a schedule."""
     kind, dtype, size = case

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipollux_hybrid import HybridParallel, init_process_group
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job.context import context
-from tests.extent import each, first, first_points
+from tests.extent import each, first_points
 from tests.hybrid.models import assert_close, gradients, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -210,11 +210,8 @@ def check(cases: list[Case], stages: list[list[Found]]) -> None:
             raise
 
 
-@pytest.mark.parametrize(
-    "cases",
-    first(1, [each(*AXES), list(itertools.product(*AXES))]),
-    ids=["few", "all"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cases", [each(*AXES), list(itertools.product(*AXES))], ids=["few", "all"])
 def test_where_each_stage_has_a_process(cases: list[tuple[str, str, str]]) -> None:
     """Every module, mode and schedule."""
     tried = [Case(*case) for case in cases]

@@ -193,6 +193,7 @@ def test_fragments_and_overlap(options: dict[str, Any]) -> None:
     check(options, 2, stages=2)
 
 
+@pytest.mark.exhaustive
 def test_accumulation_steps() -> None:
     check({"sync_every": 4}, 2, accumulates=True)
 
@@ -418,6 +419,7 @@ def test_batch_normalization_gets_no_step_of_one_sample() -> None:
         assert run_replicas(train_short, 2, environment=running.environment()) == [[7, 2], [7, 2]]
 
 
+@pytest.mark.exhaustive  # the test of a stopped job has processes for stages, too
 def test_where_each_stage_has_a_process() -> None:
     options = {"sync_every": 4, "adapt_to_speed": False}
     with servers(2) as running:

@@ -9,8 +9,8 @@ from tests.hybrid.resize.nccl_stand_in import STAND_IN
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests with `over` over gloo and over the stand-in for NCCL. `make test` runs over the
-    stand-in those that bear `usual_over_stand_in`: joins and leaves where a process drives all
-    stages, and a death, with `alone=True` over nothing else.
+    stand-in those that bear `usual_over_stand_in`, with `alone=True` over nothing else: joins and
+    leaves where a process drives all stages, and a death.
     """
     if "over" not in metafunc.fixturenames:
         return

@@ -444,7 +444,8 @@ def test_of_each_field_it_is_known_whether_it_is_the_same_on_all_after_a_join(
     make_job: MakeJob, kind: str
 ) -> None:
     """The comparison of replicas at every third step would wait for ever if they counted apart."""
-    job = make_job(DATA=kind, CHANGES="5", AUDITED=str(JOINED), PIPOLLUX_CHECK_REPLICAS="3")
+    settings = {"EPOCHS": "1", "PIPOLLUX_CHECK_REPLICAS": "3"}
+    job = make_job(DATA=kind, CHANGES="5", AUDITED=str(JOINED), **settings)
     job.begin(1)
     job.wait_until_at(5)
     job.add()

@@ -93,7 +93,7 @@ def patience(point: str) -> dict[str, str]:
 def test_a_joining_replica_is_killed(
     tmp_path: Path, repository: Path, over: dict[str, str], point: str
 ) -> None:
-    with make(tmp_path, repository, **over, **patience(point)) as job:
+    with make(tmp_path, repository, **over, **patience(point), EPOCHS="1") as job:
         codes = run(job, FAULT=point)
         if point in NEWCOMERS[:UNTIL_THE_VOTE]:
             assert codes == [0, 0, -9]

@@ -246,13 +246,13 @@ def test_a_job_goes_on_from_a_save_in_the_background(tmp_path: Path) -> None:
         "PIPOLLUX_CHECKPOINT_BACKGROUND": "1",
         "PIPOLLUX_CHECKPOINT_INTERVAL": "0.001",
     }
-    job = 2, 3, "1f1b"
+    job = 2, 2, "1f1b"
     (killed,) = run_stages(
         killed_at_step, 1, 2, 6, *job, environment=environment, exit_codes=(0, -signal.SIGKILL)
     )
     assert killed == ["lost its peer", -signal.SIGKILL]
     (stages,) = run_stages(whole_job, 1, 2, *job, environment=environment)
-    (whole,) = run_replicas(whole_job, 1, 1, 3, None)
+    (whole,) = run_replicas(whole_job, 1, 1, 2, None)
     losses = stages[0].losses
     assert 0 < len(losses) < len(whole.losses)
     assert losses == pytest.approx(whole.losses[-len(losses) :], rel=1e-9)

@@ -27,7 +27,7 @@ from pipollux_hybrid import (
     save_all_states,
 )
 from pipollux_hybrid.job.context import context
-from tests.extent import first, first_points
+from tests.extent import first
 from tests.hybrid.models import assert_close, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -179,15 +179,13 @@ def test_the_plain_loop_skips_the_marked_steps() -> None:
     assert max(found.scales) > 2.0**10 > min(found.scales)
 
 
+@pytest.mark.exhaustive  # the test of a restart has as many processes, and skips the same steps
 @pytest.mark.parametrize(
     ("clips", "local", "schedule"),
-    first_points(
-        1,
-        [
-            *((True, 2, "interleaved"), (False, 4, "1f1b"), (True, 2, "gpipe")),
-            *((True, 4, "1f1b"), (False, 2, "interleaved"), (True, 4, "gpipe")),
-        ],
-    ),
+    [
+        *((True, 2, "interleaved"), (False, 4, "1f1b"), (True, 2, "gpipe")),
+        *((True, 4, "1f1b"), (False, 2, "interleaved"), (True, 4, "gpipe")),
+    ],
 )
 def test_all_processes_skip_the_steps_of_the_plain_loop(
     clips: bool, local: int, schedule: str

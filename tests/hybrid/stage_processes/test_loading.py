@@ -177,9 +177,9 @@ def job(kind: str, per_stage: bool, workers: int, accum_steps: int) -> Outcome:
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "workers", "accum_steps"),
     [
-        ("drawing padded", 1, 1, 1),
+        pytest.param("drawing padded", 1, 1, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing dicts stream", 1, 0, 0, marks=pytest.mark.exhaustive),
-        pytest.param("drawing padded", 1, 0, 0, marks=pytest.mark.exhaustive),
+        ("drawing padded", 1, 0, 0),
         pytest.param("drawing", 1, 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing padded dicts", 1, 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("drawing", 2, 0, 1, marks=pytest.mark.exhaustive),
@@ -267,6 +267,7 @@ def test_inputs_and_targets_are_loaded_once_by_the_ends_of_the_pipeline(
     assert_close(together(stages), state_of(module), 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_stages_between_load_nothing_of_other_data_sets(tmp_path: Path) -> None:
     run_stages(note_loads, 1, STAGES, tmp_path, Merged, 0)
     assert loads(tmp_path) == {

@@ -163,11 +163,11 @@ def test_runs_take_the_schedule_that_measurements_promise(tmp_path: Path) -> Non
     ("notes", "options", "chosen"),
     [
         # Eight per cent of the bubble are not worth a change: with many micro-batches.
-        (SEEN, {"num_microbatches": 16}, "1f1b"),
+        pytest.param(SEEN, {"num_microbatches": 16}, "1f1b", marks=pytest.mark.exhaustive),
         # A list of chunks' layers leaves no other.
         pytest.param(SEEN, {"balance": [1, 1, 1, 1]}, "interleaved", marks=pytest.mark.exhaustive),
         # Two layers to a stage are no chunks.
-        pytest.param(SEEN, {"balance": [2, 2]}, "1f1b", marks=pytest.mark.exhaustive),
+        (SEEN, {"balance": [2, 2]}, "1f1b"),
         # What its messages take is not known.
         pytest.param(SEEN, {"example_inputs": None}, "1f1b", marks=pytest.mark.exhaustive),
         # What was measured goes before what is predicted.
@@ -198,9 +198,8 @@ def test_memory_that_interleaved_stages_lack(tmp_path: Path, room: float, chosen
     assert ("interleaved (V=2) does not fit" in said) == (chosen == "1f1b")
 
 
-@pytest.mark.parametrize(
-    "sample", [pytest.param(True, marks=pytest.mark.exhaustive), False]
-)  # fmt: skip
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sample", [True, False])
 def test_a_job_of_one_stage_goes_on_in_two(tmp_path: Path, sample: bool) -> None:
     """Its fit tells of any schedule: with layers of their own times, else as if cut evenly."""
     options: dict[str, Any] = {} if sample else {"example_inputs": None}

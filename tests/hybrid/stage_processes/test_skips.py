@@ -296,7 +296,7 @@ ALL = [Case(*case) for case in itertools.product(*AXES)]
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "num_stages"), [pytest.param(1, 3, marks=pytest.mark.exhaustive), (2, 2)]
+    ("num_replicas", "num_stages"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.exhaustive)]
 )
 def test_gradients_are_the_plain_models(num_replicas: int, num_stages: int) -> None:
     check(num_replicas, num_stages, CASES)

@@ -117,7 +117,7 @@ def check(num_replicas: int, job: Job, **options: Any) -> list[Outcome]:
     ("split", "num_replicas", "schedule", "accum_steps", "adam"),
     [
         ("ends", 2, "1f1b", 1, True),
-        ("three stages", 1, "gpipe", 1, False),
+        pytest.param("three stages", 1, "gpipe", 1, False, marks=pytest.mark.exhaustive),
         pytest.param("two of a stage", 2, "gpipe", 0, True, marks=pytest.mark.exhaustive),
         pytest.param("ends of four", 1, "interleaved", 0, True, marks=pytest.mark.exhaustive),
         pytest.param("ends of four", 2, "interleaved", 1, False, marks=pytest.mark.exhaustive),
@@ -170,16 +170,12 @@ def test_the_same_as_with_the_other_engine(num_replicas: int, job: Job) -> None:
         assert_close(ours.state, theirs.state, 1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ([2, 3], None),
-        pytest.param([1, 1, 3], [4, 1], marks=pytest.mark.exhaustive),
-        pytest.param(None, [1, 3, 1], marks=pytest.mark.exhaustive),
-        pytest.param([4, 1], [1, 1, 1, 2], marks=pytest.mark.exhaustive),
-    ],
+    [([2, 3], None), ([1, 1, 3], [4, 1]), (None, [1, 3, 1]), ([4, 1], [1, 1, 1, 2])],
 )
-@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("frozen", [False, True])
 def test_restarts_change_the_cut_and_the_engine(
     tmp_path: Path, before: list[int] | None, after: list[int] | None, frozen: bool
 ) -> None:

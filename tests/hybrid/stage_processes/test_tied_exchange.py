@@ -42,6 +42,7 @@ def measured(folder: Path) -> tuple[float, list[float]]:
     return params.tied_exchange, [summary.exchange, float(with_it - without)]
 
 
+@pytest.mark.exhaustive
 def test_the_exchange_is_traced_and_modelled(tmp_path: Path) -> None:
     """Both stages' rows show it, after all that is computed; one replica has an optimizer step that
     is longer by it.

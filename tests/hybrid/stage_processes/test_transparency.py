@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.extent import first_points
 from tests.hybrid.models import (
     assert_close,
     freeze_statistics,
@@ -74,8 +73,9 @@ def test_two_replicas() -> None:
     check("mlp", 2, 2, FEW[2:], adam=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("accum_steps", "schedule"), first_points(1, [(1, "1f1b"), (0, "gpipe"), (2, "interleaved")])
+    ("accum_steps", "schedule"), [(1, "1f1b"), (0, "gpipe"), (2, "interleaved")]
 )
 def test_stages_with_modes_of_their_own(accum_steps: int, schedule: str) -> None:
     check("mlp", 1, 3, [Case(("always", "never", "except_last"), accum_steps, schedule)], True)

@@ -20,7 +20,6 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.sync.replica_check import check_interval
 from pipollux_hybrid.telemetry.metrics import Metrics
-from tests.extent import first_points
 from tests.hybrid.models import make_data, make_model
 from tests.hybrid.replicas import run_replicas
 
@@ -160,7 +159,9 @@ def perturb(kind: str) -> tuple[str, int]:
     ("kind", "expected"),
     [
         ("parameter", "parameter '2.bias' is the first that does"),
-        ("buffer", "buffer '1.running_var' is the first that does"),
+        pytest.param(
+            "buffer", "buffer '1.running_var' is the first that does", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             "frozen", "parameter '2.bias' is the first that does", marks=pytest.mark.exhaustive
         ),
@@ -200,9 +201,8 @@ def compare_all_along(adam: bool) -> int:
     return context().component(Metrics).step
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "adam"), first_points(1, [(3, True), (2, False), (2, True), (3, False)])
-)
+@pytest.mark.exhaustive  # tests of whole jobs compare them after every step
+@pytest.mark.parametrize(("num_replicas", "adam"), [(3, True), (2, False), (2, True), (3, False)])
 def test_replicas_are_the_same_after_every_step(num_replicas: int, adam: bool) -> None:
     steps = run_replicas(
         compare_all_along, num_replicas, adam, environment={"PIPOLLUX_CHECK_REPLICAS": "1"}

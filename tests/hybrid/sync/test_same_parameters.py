@@ -217,6 +217,7 @@ def accumulate(kind: str) -> tuple[str, int, int]:
     return message, next(backwards), context().component(Metrics).step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("engine", "kind"), turns(ENGINES, ["initializes", "a scale"]), ids=str)
 def test_accumulation_steps(engine: tuple[str, int], kind: str) -> None:
     _, num_stages = engine

@@ -198,6 +198,7 @@ def train(num_epochs: int, *, saved_at: int) -> int:
 
 
 @needs_tensorboard
+@pytest.mark.exhaustive
 def test_tensorboard_over_a_crash(tmp_path: Path) -> None:
     """Read back with TensorBoard's reader: one run whose steps go on from the checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -363,6 +364,7 @@ def test_a_trace_that_cannot_be_written_ends_no_training(
     assert "the time line of step 1 cannot be written" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_directory_of_traces(tmp_path: Path) -> None:
     run_replicas(lasting, 2, 3, 9, environment={"PIPOLLUX_TRACE_DIR": str(tmp_path)})
     names = sorted(path.name for path in tmp_path.iterdir())

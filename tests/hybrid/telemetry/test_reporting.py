@@ -143,7 +143,7 @@ def batch_sizes() -> list[int]:
 
 def test_the_batch_size_follows_the_goodput() -> None:
     """Fixed costs dominate so small a model's steps, and noise its gradient: larger is better."""
-    first, second = run_replicas(batch_sizes, 2, environment={"PIPOLLUX_HINTS_INTERVAL": "1"})
+    first, second = run_replicas(batch_sizes, 2, environment={"PIPOLLUX_HINTS_INTERVAL": "0.2"})
     assert first == second, "replicas change it at the same step"
     assert first[0] == 8
     assert max(first) > 8
