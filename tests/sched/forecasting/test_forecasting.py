@@ -98,6 +98,7 @@ def test_two_jobs_on_one_slot_by_hand(store: Store, clock: Clock) -> None:
     assert took == pytest.approx(RESTART + seconds_of(1400), rel=0.25)
 
 
+@pytest.mark.exhaustive
 def test_a_new_job_waits_behind_the_others_and_nothing_is_stored(
     store: Store, clock: Clock, tmp_path: Path
 ) -> None:
