@@ -245,9 +245,10 @@ def test_step_time_is_as_simulated(count: int) -> None:
         close(time.total, 2 * time.accum_time + time.optim_time, params)
 
 
-def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule() -> None:
+@pytest.mark.parametrize("count", first(1, [60, 200]))
+def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule(count: int) -> None:
     rng = np.random.default_rng(50)
-    for _ in range(200):
+    for _ in range(count):
         params = draw_params(rng)
         case = described_case(params, 4.0, 1.0, 6)
         serial = simulate(case, SERIAL[params.schedule]).final[0]
