@@ -129,11 +129,12 @@ def test_the_example_is_explained_in_tables(repository: Path) -> None:
 
 def test_what_was_not_measured_is_called_assumed_with_a_reason(tmp_path: Path) -> None:
     rows = list(exact_rows(ONE_STAGE, [(1, 1), (1, 2)]))
-    one = fit_to(measured(tmp_path, lines(rows)))["fit"]["fits"][0]
+    saved = tmp_path / "fitted.json"
+    table = pipollux("fit", measured(tmp_path, lines(rows)), "--save", saved).stdout
+    one = json.loads(saved.read_text())["fit"]["fits"][0]
     assumed = {entry["parameter"]: entry["reason"] for entry in one["assumed"]}
     assert {"alpha_n", "beta_n", "beta_r"} <= assumed.keys()
     assert not {"alpha_c", "beta_c", "alpha_r"} & assumed.keys()
-    table = pipollux("fit", tmp_path / "m.jsonl").stdout
     for name, start in (("alpha_n", "assumed: "), ("alpha_r", "measured")):
         (line,) = [line for line in table.splitlines() if line.startswith(f"│ {name} ")]
         assert line.split("│")[4].strip().startswith(start)
@@ -232,16 +233,16 @@ def test_bad_rows_are_skipped_when_asked_and_named_all_the_same(
     good = lines(exact_rows(ONE_STAGE)).splitlines()
     mixed = [*good[:3], *list(BAD)[:4], *good[3:]]
     measured(tmp_path, "\n".join(mixed))
-    done = pipollux("fit", "m.jsonl", "--skip-bad-rows", "-o", "json", cwd=tmp_path)
+    done = pipollux("fit", "m.jsonl", "--skip-bad-rows", "--save", "fitted.json", cwd=tmp_path)
     assert done.returncode == 0
-    places = [line.split(": ")[:2] for line in done.stderr.splitlines()]
+    *skipped, _ = done.stderr.splitlines()
+    places = [line.split(": ")[:2] for line in skipped]
     assert places == [["Skipped", f"m.jsonl:{number}"] for number in (4, 5, 6, 7)]
-    content = json.loads(done.stdout)
+    content = json.loads((tmp_path / "fitted.json").read_text())
     assert content["fit"]["num_skipped"] == 4
     assert content["fit"]["num_rows"] == len(good)
     assert one_stage["perf_params"] == content["perf_params"]
-    table = pipollux("fit", "m.jsonl", "--skip-bad-rows", cwd=tmp_path).stdout
-    (last,) = [line for line in table.splitlines() if line.startswith("│ m.jsonl ")]
+    (last,) = [line for line in done.stdout.splitlines() if line.startswith("│ m.jsonl ")]
     assert [cell.strip() for cell in last.split("│")[2:5]] == [str(len(good)), "0", "4"]
 
 

@@ -16,7 +16,7 @@ from pipollux_sched.views.jobs import list_jobs
 from tests.sched.scripts import TOY
 
 from .kept import Clock, kept
-from .runner import Cli, one_sentence, wait_until
+from .runner import LIGHT, Cli, one_sentence, wait_until
 
 
 def page(repository: Path) -> str:
@@ -39,6 +39,7 @@ def write_jobs(cli: Cli, repository: Path) -> None:
 
 
 def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:
+    cli.program = LIGHT
     write_jobs(cli, repository)
     *asked, small, off = commands(repository)
     assert (small, off) == (["serve", "--forecasts", "0.05"], ["serve", "--forecasts", "0"])

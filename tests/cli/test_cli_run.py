@@ -45,6 +45,11 @@ def test_a_script_without_a_job_file(light: Cli) -> None:
     )
     assert light.jobs()["toy-job-2"]["attempt"] == 1
 
+
+@pytest.mark.exhaustive
+def test_a_job_that_nobody_waits_for_any_longer(light: Cli) -> None:
+    light.serve()
+    assert light("run", "--", str(TOY), "--steps", "3").returncode == 0
     named = light("run", "--name", "mine", "--detach", "--after", "toy-job-1", str(TOY))
     assert named.stdout == "mine\n", named.stderr
     assert "a job named 'mine' already exists" in one_sentence(
@@ -55,11 +60,11 @@ def test_a_script_without_a_job_file(light: Cli) -> None:
         running.send_signal(signal.SIGINT)
         assert running.wait() == 130
         assert running.errors.splitlines()[-1] == (
-            "Detached: toy-job-3 goes on. Follow it with: pipollux logs toy-job-3 --follow; "
-            "end it with: pipollux cancel toy-job-3"
+            "Detached: toy-job-2 goes on. Follow it with: pipollux logs toy-job-2 --follow; "
+            "end it with: pipollux cancel toy-job-2"
         )
-    assert light.jobs()["toy-job-3"]["phase"] == "Running"
-    assert light("cancel", "toy-job-3", "mine").returncode == 0
+    assert light.jobs()["toy-job-2"]["phase"] == "Running"
+    assert light("cancel", "toy-job-2", "mine").returncode == 0
 
 
 @pytest.mark.parametrize(

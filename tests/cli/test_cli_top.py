@@ -393,6 +393,7 @@ def test_leaving_restores_the_terminal(terminal: Terminal, way: str) -> None:
     assert termios.tcgetattr(terminal.slave) == terminal.before
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal(terminal: Terminal, state_dir: StateDir) -> None:
     """It starts, follows what happens, scrolls, takes the size that it is given, and ends."""
     terminal.read_until("(?s)(?=.*grown)(?=.*q quit)")

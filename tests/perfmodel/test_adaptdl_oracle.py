@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipollux_perfmodel import GoodputFunction, GradParams, PerfParams, fit_perf_params
-from tests.extent import examples, first
+from tests.extent import examples, first, first_points
 from tests.perfmodel.measured import Job, errors, measure, random_jobs, their_fit
 from tests.perfmodel.strategies import allocations, grad_params, perf_params
 
@@ -174,7 +174,7 @@ SEVENS = [
 NOISE = 0.05
 
 
-@pytest.mark.parametrize("seven", first(2, SEVENS))
+@pytest.mark.parametrize("seven", first(1, SEVENS))
 def test_fit_of_a_whole_profile(seven: PerfParams) -> None:
     exact = measure(seven, PLACES, BATCHES)
     ours = fit_perf_params(*exact[:5])
@@ -207,19 +207,26 @@ def test_fits_of_exact_data_are_better_than_theirs(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("seven", "places", "sizes"),
-    [
-        (
-            (0.1681, 0.0076, 0.0814, 0.0137, 0.074, 0.0062, 2.0847),
-            ((1, 1), (1, 2), (1, 4), (2, 2), (2, 8), (4, 8), (4, 16)),
-            (8, 64),
-        ),
-        ((0.1209, 0.0029, 0.185, 0.0075, 0.064, 0.0067, 2.9241), ((1, 2), (1, 4), (4, 8)), (8, 64)),
-    ],
+    first_points(
+        1,
+        [
+            (
+                (0.1209, 0.0029, 0.185, 0.0075, 0.064, 0.0067, 2.9241),
+                ((1, 2), (1, 4), (4, 8)),
+                (8, 64),
+            ),
+            (
+                (0.1681, 0.0076, 0.0814, 0.0137, 0.074, 0.0062, 2.0847),
+                ((1, 1), (1, 2), (1, 4), (2, 2), (2, 8), (4, 8), (4, 16)),
+                (8, 64),
+            ),
+        ],
+    ),
 )
 def test_a_coarse_search_that_ends_near_is_taken_further(
     seven: tuple[float, ...], places: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
 ) -> None:
-    # The first searches end 0.3 % and 0.6 % off, with beta_r at nothing.
+    # The first searches end 0.6 % and 0.3 % off, with beta_r at nothing.
     exact = measure(PerfParams(*seven), places, sizes)
     assert errors(fit_perf_params(*exact[:5]), exact).max() < 1e-6
 

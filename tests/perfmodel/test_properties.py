@@ -77,7 +77,7 @@ def test_an_iteration_takes_at_least_its_parts(params: PerfParams, configuration
     assert all(isinstance(value, float) and np.isfinite(value) for value in times)
 
 
-@examples(50, 200)
+@examples(25, 200)
 @given(pipelines(), sizes())
 def test_hidden_all_reduces_never_take_longer(params: PerfParams, configuration: Sizes) -> None:
     assume(params.gradient_shares)
@@ -134,7 +134,7 @@ def test_copies_contention_penalty_and_overhead_never_make_it_faster(
     assert_never_slower(beside, between)
 
 
-@examples(100, 400)
+@examples(50, 400)
 @given(pipelines(), sizes(), st.floats(0.0, 1.0), st.integers(0, 7))
 @example(HIDING, TWO_NODES, 0.0, 2)
 def test_work_that_takes_less_never_makes_an_iteration_longer(

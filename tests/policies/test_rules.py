@@ -47,7 +47,7 @@ def test_answers_are_feasible(policy: str, case: Case) -> None:
 
 
 @every_policy
-@QUICK
+@examples(8, 40)
 @given(case=cases())
 def test_the_order_of_jobs_and_nodes_does_not_matter(policy: str, case: Case) -> None:
     first, again, other = ask(policy, case), ask(policy, case), ask(policy, mirrored(case))

@@ -201,11 +201,20 @@ def test_a_job_s_container_needs_few_packages(wheel: Path) -> None:
     assert not job & {"fastapi", "sqlalchemy", "typer", "textual", "matplotlib", "pymoo"}
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk through statements alone, of which most nodes are no part."""
+    yield node
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inside = getattr(node, field, None)
+        for child in inside if isinstance(inside, list) else ():
+            yield from statements(child)
+
+
 def imports(folder: Path) -> dict[str, set[str]]:
     """Return the packages that modules import, by those that do."""
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]

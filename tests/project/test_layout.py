@@ -40,6 +40,7 @@ def test_public_names_are_there_and_documented(package: str) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_the_cluster_does_not_import_torch() -> None:
     code = (
         "import sys, pipollux_sched.scheduler, pipollux_sched.cli.demo_run, pipollux_perfmodel\n"

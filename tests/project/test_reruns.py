@@ -219,7 +219,10 @@ def test_many(n): assert not once(str(n))
 @pytest.mark.parametrize(
     ("suite", "options", "reason"),
     [
-        (SHARED_TEARDOWN, [], "the teardown of a fixture that tests share failed"),
+        pytest.param(
+            *(SHARED_TEARDOWN, [], "the teardown of a fixture that tests share failed"),
+            marks=pytest.mark.exhaustive,
+        ),
         (MANY, [], "21 failed, and at most 20 may"),
         pytest.param(
             *(FAILS_ONCE + PASSES, ["--maxfail", "1"], "stopping after 1 failures"),
@@ -270,6 +273,7 @@ def test_explores(n, number):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rerun_has_the_seed_and_the_share_of_the_run(run: Run, tmp_path: Path) -> None:
     """The test that failed is rerun, not drawn by lot once more; and its examples are the same."""
     done = run(
@@ -285,6 +289,7 @@ def test_a_rerun_has_the_seed_and_the_share_of_the_run(run: Run, tmp_path: Path)
     assert drawn[:half] == drawn[half:]
 
 
+@pytest.mark.exhaustive
 def test_exhaustive_reruns_need_a_seed(run: Run) -> None:
     done = run(EXPLORES, "-n", "0", "--exhaustive", plugin="tests.conftest")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

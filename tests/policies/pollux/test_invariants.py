@@ -126,7 +126,8 @@ def test_stages_and_replicas_are_chosen_together() -> None:
     job = JobInfo({"slots": 1}, scaling(0), 0.0, 1, 8, shapes=(two,))
     for slots, replicas, stages in ((2, 1, 2), (3, 3, 1), (4, 2, 2)):
         node = NodeInfo({"slots": slots})
-        answer, _ = PolluxPolicy().optimize({"j": job}, {"n": node}, {}, node)
+        policy = PolluxPolicy(population=16, generations=8)
+        answer, _ = policy.optimize({"j": job}, {"n": node}, {}, node)
         assert (len(answer["j"]), answer["j"].num_stages) == (replicas, stages)
 
 
@@ -148,7 +149,8 @@ def test_another_number_of_stages_on_the_same_nodes_is_a_restart() -> None:
         two = ReplicaShape(2, {"slots": 2}, scaling(0, pace=pace))
         job = JobInfo({"slots": 2}, scaling(0), 0.0, 1, 1, age=30.0, shapes=(two,))
         for base in (["n"], Allocation(["n"], job.all_shapes[0])):
-            answer, _ = PolluxPolicy().optimize({"j": job}, {"n": node}, {"j": base}, node)
+            policy = PolluxPolicy(population=16, generations=8)
+            answer, _ = policy.optimize({"j": job}, {"n": node}, {"j": base}, node)
             assert (answer["j"], answer["j"].num_stages) == (["n"], stages)
 
 

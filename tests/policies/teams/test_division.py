@@ -51,7 +51,7 @@ def best_totals(case: Case, of: Teams) -> set[tuple[int, ...]]:
     return {d for d in full if sum(d) == used}
 
 
-@examples(200, 2000)
+@examples(100, 2000)
 @given(asked=counted())
 def test_quotas_are_kept_and_nothing_is_idle_by_brute_force(asked: tuple[Case, Teams]) -> None:
     case, of = asked
@@ -60,7 +60,7 @@ def test_quotas_are_kept_and_nothing_is_idle_by_brute_force(asked: tuple[Case, T
     assert tuple(has[name] for name in NAMES) in best_totals(case, of), dict(has)
 
 
-@examples(200, 2000)
+@examples(100, 2000)
 @given(asked=counted())
 def test_what_is_borrowed_is_shared_by_weight(asked: tuple[Case, Teams]) -> None:
     """No team could have a borrowed slot more at the cost of one that has more for its weight."""

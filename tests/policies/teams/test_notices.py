@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from pipollux_policies.teams.team_policy import TeamAnswer
 from tests.extent import examples
 from tests.policies.policy_cases import POLICIES, Case, violations
 
-from .team_cases import NAMES, Fickle, ask, counted, every_policy, held, job, wanted
+from .team_cases import NAMES, Fickle, ask, counted, held, job, wanted
 
 
 def test_the_quota_comes_back_after_the_notice() -> None:
@@ -111,7 +112,11 @@ def test_what_starts_when_its_notice_ends_keeps_it() -> None:
     assert held(trains, after)["vision"] == 2
 
 
-@every_policy
+@pytest.mark.parametrize(
+    "policy",
+    # Pollux searches for two seconds.
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * (x == "pollux")) for x in POLICIES],
+)
 def test_every_policy_gives_what_is_lent_back(policy: str) -> None:
     """Four slots of two nodes are lent; their owner has them after one notice."""
     of = Teams({n: Team(n, quota=4) for n in ("text", "vision")}, notice=60.0)

@@ -24,7 +24,7 @@ from .team_cases import Fickle, ask, every_policy, job, shared, teams
 
 
 @every_policy
-@examples(16, 300)
+@examples(8, 300)
 @given(case=shared(), of=teams())
 def test_no_policy_breaks_a_rule(policy: str, case: Case, of: Teams) -> None:
     answer = ask(case, of, POLICIES[policy].make())

@@ -61,7 +61,7 @@ def lengths(store: Store) -> dict[str, tuple[float, ...]]:
 def test_what_a_family_trained_tells_how_long_the_next_one_trains(store: Store) -> None:
     run(store, "bert-9", {"trainedSamples": 100.0}, end=False)
     assert lengths(store) == {"bert-9": ()}, "nothing has completed"
-    for number in range(30):
+    for number in range(10):
         run(store, f"bert-{number + 10}", {"trainedSamples": 1000.0})
     (left,) = lengths(store).values()
     assert left[7] == pytest.approx(900.0 / goodput())
@@ -71,7 +71,7 @@ def test_what_a_job_declares_counts_as_far_as_others_kept_to_it(store: Store, cl
     told = {"trainedSamples": 200.0, "remainingSamples": 800.0}
     run(store, "a-1", told, end=False)
     assert lengths(store) == {"a-1": (pytest.approx(800.0 / goodput()),)}
-    for number in range(30):
+    for number in range(10):
         run(store, f"a-{number + 2}", told)  # with its last hints: it stopped early
     left = lengths(store)["a-1"]
     assert left == (pytest.approx(800.0 / goodput()),) * len(left), "it has outlived all of them"
@@ -93,7 +93,7 @@ def waiting(store: Store, name: str, **fields: Any) -> None:
 
 
 def test_one_that_waits_is_as_long_as_its_family_was(store: Store) -> None:
-    for number in range(30):
+    for number in range(10):
         run(store, f"bert-{number}", {"trainedSamples": 1000.0})
     waiting(store, "bert-99")
     waiting(store, "gpt-1")

@@ -130,6 +130,7 @@ def test_what_cannot_be_looked_after_is_ended(
     assert (state_dir.checkpoints("toy") / "stopped.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_what_was_only_half_started_is_ended(
     backend: ReplicaGroupManager, state_dir: StateDir
 ) -> None:
@@ -141,6 +142,7 @@ def test_what_was_only_half_started_is_ended(
     assert backend.recover(30.0)
 
 
+@pytest.mark.exhaustive
 def test_a_joining_replica_whose_supervisor_is_unknown_is_ended(
     backend: ReplicaGroupManager, state_dir: StateDir
 ) -> None:
@@ -179,6 +181,7 @@ def test_an_attempt_that_was_only_written_down(
     assert placed.placement() is None
 
 
+@pytest.mark.exhaustive
 def test_folders_of_earlier_attempts_are_dropped(
     backend: ReplicaGroupManager, state_dir: StateDir
 ) -> None:

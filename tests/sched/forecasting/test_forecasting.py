@@ -98,6 +98,7 @@ def test_two_jobs_on_one_slot_by_hand(store: Store, clock: Clock) -> None:
     assert took == pytest.approx(RESTART + seconds_of(1400), rel=0.25)
 
 
+@pytest.mark.exhaustive
 def test_a_new_job_waits_behind_the_others_and_nothing_is_stored(
     store: Store, clock: Clock, tmp_path: Path
 ) -> None:
@@ -151,9 +152,19 @@ def test_the_worker_is_of_low_priority_and_ends_with_its_owner(
         assert worker.wait(30) == 0
         with pytest.raises(ForecastError, match="has ended"):
             process.ask()
-        assert process.ask().by_job.keys() == {"first", "second"}  # another one
     with pytest.raises(ForecastError, match="is stopping"):
         process.ask()
+
+
+@pytest.mark.exhaustive
+def test_after_a_worker_that_has_ended_there_is_another_one(store: Store, tmp_path: Path) -> None:
+    with ForecastProcess(StateDir(tmp_path / "state").store) as process:
+        assert process.ask().by_job.keys() == {"first", "second"}
+        assert process._process is not None
+        process._process.kill()
+        with pytest.raises(ForecastError, match="has ended"):
+            process.ask()
+        assert process.ask().by_job.keys() == {"first", "second"}
 
 
 def loop_of(store: Store, tmp_path: Path) -> tuple[ForecastLoop, ForecastProcess]:

@@ -54,7 +54,29 @@ def tab(browser: Browser) -> Iterator[Visit]:
         yield tab
 
 
-def test_pictures_are_drawn(tab: Visit, report: Path) -> None:
+def check_pointing_and_keys(page: Page) -> None:
+    gantt = page.locator("[data-chart=gantt]")
+    box = gantt.locator(".hover")
+    gantt.locator(".block > rect").first.hover()
+    expect(box).to_contain_text("char-lm, attempt 1 on node-0")
+    gantt.get_by_role("img").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    expect(box).to_contain_text("digits, attempt 1 on node-1")
+    expect(gantt.locator(".chosen")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(box).to_be_hidden()
+    curve = page.locator("[data-chart=goodput-0]")
+    curve.get_by_role("img").focus()
+    page.keyboard.press("End")
+    expect(curve.locator(".hover")).to_contain_text("attempt 2")
+    assert curve.locator(".hover-row span").all_inner_texts() == [
+        *("goodput", "batch size", "efficiency", "replicas")
+    ]
+    expect(curve.locator(".cursor circle")).to_have_count(4)
+
+
+def test_pictures_are_drawn_and_read_with_pointer_and_keys(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
     gantt, bubble = page.locator("[data-chart=gantt]"), page.locator("[data-chart=bubble-0]")
     expect(gantt.locator(".free > rect")).to_have_count(4)
@@ -79,6 +101,7 @@ def test_pictures_are_drawn(tab: Visit, report: Path) -> None:
     assert missing == 0
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
     assert len(ids) == len(set(ids))
+    check_pointing_and_keys(page)
 
 
 @pytest.mark.parametrize("width", first(1, [400, 1400]))
@@ -118,29 +141,6 @@ def test_nothing_is_cut_or_hidden_in_a_narrow_window(browser: Browser, tmp_path:
         assert state.evaluate(content) == '"Stages "'
 
 
-def test_pointing_and_keys_read_a_picture(tab: Visit, report: Path) -> None:
-    page = shown(tab, report)
-    gantt = page.locator("[data-chart=gantt]")
-    box = gantt.locator(".hover")
-    gantt.locator(".block > rect").first.hover()
-    expect(box).to_contain_text("char-lm, attempt 1 on node-0")
-    gantt.get_by_role("img").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    expect(box).to_contain_text("digits, attempt 1 on node-1")
-    expect(gantt.locator(".chosen")).to_have_count(1)
-    page.keyboard.press("Escape")
-    expect(box).to_be_hidden()
-    curve = page.locator("[data-chart=goodput-0]")
-    curve.get_by_role("img").focus()
-    page.keyboard.press("End")
-    expect(curve.locator(".hover")).to_contain_text("attempt 2")
-    assert curve.locator(".hover-row span").all_inner_texts() == [
-        *("goodput", "batch size", "efficiency", "replicas")
-    ]
-    expect(curve.locator(".cursor circle")).to_have_count(4)
-
-
 @pytest.mark.exhaustive
 def test_a_part_is_shown_alone_and_all_again(tab: Visit, report: Path) -> None:
     page = shown(tab, report)
@@ -165,6 +165,7 @@ def test_a_part_is_shown_alone_and_all_again(tab: Visit, report: Path) -> None:
     expect(blocks).to_have_count(6)
 
 
+@pytest.mark.exhaustive
 def test_hostile_names_are_text(tab: Visit, tmp_path: Path) -> None:
     log = [
         {**event, "job": HOSTILE if event["job"] == "char-lm" else event["job"]}

@@ -74,7 +74,28 @@ def test_a_link_with_the_token_does_not_stay_in_the_address(tab: Visit) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_the_overview(tab: Visit) -> None:
+def check_page_of_grown(page: Page) -> None:
+    for title in ("Goodput", "Loss", "Step time", "Batch size", "Gradient noise scale", "Slots"):
+        picture = page.get_by_role("img", name=re.compile(f"^{title}.*: from "))
+        expect(picture.locator(".mean path").first).to_have_attribute("d", re.compile(r"^M\d"))
+    expect(page.get_by_role("img", name=re.compile("^Goodput")).locator(".restart")).to_have_count(
+        1
+    )
+    step_time = page.get_by_role("img", name=re.compile("^Step time"))
+    step_time.focus()
+    page.keyboard.press("End")
+    shown = page.locator(".curve .hover:visible")
+    expect(shown).to_contain_text("attempt 2")
+    assert shown.locator(".hover-row").all_inner_texts() == [
+        *("measured\n100 ms", "predicted\n110 ms")
+    ]
+    expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
+    expect(page.locator(".why-it table tbody tr")).to_have_count(3)
+    attempts = page.locator("section", has_text="Attempts").last.locator("tbody tr")
+    assert attempts.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
+
+
+def test_the_overview_and_the_page_of_a_job(tab: Visit) -> None:
     page = tab.open(ADMIN)
     expect(page.locator(".jobs tbody tr")).to_have_count(2)
     assert row(page, "grown")[:8] == [
@@ -95,6 +116,10 @@ def test_the_overview(tab: Visit) -> None:
     expect(page.locator(".jobs tbody th")).to_have_text(["grown", "hostile"])
     page.get_by_role("link", name="Job", exact=True).click()
     expect(page.locator(".jobs tbody th")).to_have_text(["hostile", "grown"])
+    assert page.locator("main script, main img").count() == 0
+    assert page.evaluate("window.hacked") is None
+    page.goto(f"{tab.url}/#/jobs/grown")
+    check_page_of_grown(page)
     tab.check()
 
 
@@ -209,29 +234,6 @@ def test_the_picture_is_read_with_keys(tab: Visit) -> None:
     page.keyboard.press("Home")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text("grown")
-    tab.check()
-
-
-def test_the_page_of_a_job(tab: Visit) -> None:
-    page = tab.open(ADMIN, "/jobs/grown")
-    for title in ("Goodput", "Loss", "Step time", "Batch size", "Gradient noise scale", "Slots"):
-        picture = page.get_by_role("img", name=re.compile(f"^{title}.*: from "))
-        expect(picture.locator(".mean path").first).to_have_attribute("d", re.compile(r"^M\d"))
-    expect(page.get_by_role("img", name=re.compile("^Goodput")).locator(".restart")).to_have_count(
-        1
-    )
-    step_time = page.get_by_role("img", name=re.compile("^Step time"))
-    step_time.focus()
-    page.keyboard.press("End")
-    shown = page.locator(".curve .hover:visible")
-    expect(shown).to_contain_text("attempt 2")
-    assert shown.locator(".hover-row").all_inner_texts() == [
-        *("measured\n100 ms", "predicted\n110 ms")
-    ]
-    expect(page.locator(".why-it")).to_contain_text("It has 2 replicas of 1 stage on node-a ×2.")
-    expect(page.locator(".why-it table tbody tr")).to_have_count(3)
-    attempts = page.locator("section", has_text="Attempts").last.locator("tbody tr")
-    assert attempts.nth(1).locator("th, td").all_inner_texts()[-2:] == ["stopped", "move"]
     tab.check()
 
 
@@ -359,6 +361,7 @@ def test_gpus_are_shown_with_their_use_and_problems(tab: Visit, service: Service
     tab.check()
 
 
+@pytest.mark.exhaustive
 def test_hostile_words_are_words(tab: Visit, service: Service) -> None:
     service.control.set_node("node-b", NodeCondition.DRAINING, HOSTILE)
     page = tab.open(ADMIN)

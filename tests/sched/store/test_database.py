@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,15 +23,17 @@ from pipollux_sched.store import (
     StoreUnavailableError,
 )
 from pipollux_sched.store.location import Location
+from tests.programs import Forked
 from tests.sched.store.postgresql import Server
+from tests.waiting import until
 
 LOCK = """
-import sys
+import signal, sys
 from pipollux_sched.store import Store
 store = Store(sys.argv[1], create=True)
 store.acquire_leader_lock()
 print("locked", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -119,17 +120,16 @@ def test_writers_do_not_see_each_other_half_done(place: Path | str) -> None:
         store.close()
 
 
-def test_one_scheduler_a_store(place: Path | str) -> None:
+def test_one_scheduler_a_store(place: Path | str, tmp_path: Path) -> None:
     """Others may read, and write as users do; the lock ends with its process, however that ends."""
-    command = [sys.executable, "-c", LOCK, str(place)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as first, Store(place, create=True) as second:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "locked\n"
+    script = tmp_path / "lock.py"
+    script.write_text(LOCK)
+    with Forked(script, [str(place)]) as first, Store(place, create=True) as second:
+        until(lambda: first.output == "locked\n", "it has the lock")
         with pytest.raises(StoreTakenError, match="another scheduler already serves the store"):
             second.acquire_leader_lock()
         assert second.jobs() == []
-        first.kill()
+        first.send_signal(signal.SIGKILL)
         first.wait()
         until_locked(second)
     with Store(place) as third:
@@ -187,10 +187,11 @@ def test_a_server_that_is_started_again(postgresql: Server) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """Whoever writes is told; what was acknowledged stays, and with room again it goes on."""
-    filling = [sys.executable, "-c", FILL, str(tmp_path / "pipollux.db")]
-    done = subprocess.run(filling, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    taken, refused, *names = done.stdout.splitlines()
+    script = tmp_path / "fill.py"
+    script.write_text(FILL)
+    with Forked(script, [str(tmp_path / "pipollux.db")]) as filling:
+        assert filling.wait() == 0, filling.errors
+        taken, refused, *names = filling.output.splitlines()
     assert int(taken) > 5
     assert refused.startswith(f"the store {tmp_path}/pipollux.db cannot be used now: ")
     assert len(names) == int(taken) + 1

@@ -23,7 +23,8 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.planning.explain import explanation
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import DependencyError, JobRecord, Store, Submission
-from tests.sched.store.stores import Clock, serve_nodes
+from tests.extent import turns
+from tests.sched.store.stores import DATABASES, Clock, serve_nodes
 
 ENDS = {
     "succeeded": Outcome.COMPLETE,
@@ -53,23 +54,24 @@ def candidates(store: Store) -> list[str]:
     return [job.name for job in snapshot.candidates]
 
 
-@pytest.mark.parametrize(
-    ("when", "how", "starts"),
-    [
-        ("succeeded", "succeeded", True),
-        ("succeeded", "failed", False),
-        ("succeeded", "cancelled", False),
-        ("failed", "succeeded", False),
-        ("failed", "failed", True),
-        ("failed", "cancelled", True),
-        ("ended", "succeeded", True),
-        ("ended", "failed", True),
-        ("ended", "cancelled", True),
-    ],
-)
+STARTS = {
+    ("succeeded", "succeeded"): True,
+    ("succeeded", "failed"): False,
+    ("succeeded", "cancelled"): False,
+    ("failed", "succeeded"): False,
+    ("failed", "failed"): True,
+    ("failed", "cancelled"): True,
+    ("ended", "succeeded"): True,
+    ("ended", "failed"): True,
+    ("ended", "cancelled"): True,
+}
+
+
+@pytest.mark.parametrize(("place", "ends"), turns(DATABASES, list(STARTS)), indirect=["place"])
 def test_a_job_starts_when_the_other_has_ended_as_it_needs(
-    store: Store, clock: Clock, when: str, how: str, starts: bool
+    store: Store, clock: Clock, ends: tuple[str, str]
 ) -> None:
+    (when, how), starts = ends, STARTS[ends]
     serve_nodes(store, a=4)
     submit(store, "first")
     held = submit(store, "second", {"job": "first", "when": when})

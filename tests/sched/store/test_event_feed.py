@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipollux_sched.store import Store
+from pipollux_sched.store import Store, event_feed
 from pipollux_sched.store.event_feed import EventFeed
 from tests.extent import first
 
@@ -27,16 +27,19 @@ class Listener:
 
 
 @pytest.mark.parametrize("types", first(1, [("told",), None]))
-def test_every_event_once_and_in_order(tmp_path: Path, types: Collection[str] | None) -> None:
+def test_every_event_once_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: Collection[str] | None
+) -> None:
     """More than one look takes, told before and after the start, among many of another type."""
+    monkeypatch.setattr(event_feed, "_BATCH", 50)
     with Store(tmp_path / "pipollux.db", create=True) as store:
         store.add_event("told", {"data": -1})
-        listener = Listener(1199)
+        listener = Listener(199)
         feed = EventFeed(store, listener, store.last_event(), types)
-        for number in range(1100):
+        for number in range(150):
             store.add_event("told", {"data": number})
         feed.start()
-        for number in range(1100, 1200):
+        for number in range(150, 200):
             if types:
                 store.add_event("passed over", {"data": -number})
             store.add_event("told", {"data": number})
@@ -44,7 +47,7 @@ def test_every_event_once_and_in_order(tmp_path: Path, types: Collection[str] | 
         if types:
             store.add_event("passed over", {"data": -1})
         feed.stop()
-        assert listener.seen == list(range(1200))
+        assert listener.seen == list(range(200))
 
 
 def test_what_was_committed_before_the_end_is_handed_on(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Started
 from pipollux_sched.store import AttemptCounts, NoisePoint, Store
+from tests.extent import turns
 from tests.sched.resize_events import JOB, elastic_run
-from tests.sched.store.stores import Clock, point
+from tests.sched.store.stores import DATABASES, Clock, point
 
 
 def start(store: Store, name: str, node: str = "a") -> int:
@@ -66,7 +67,7 @@ def test_the_goodput_told_last(store: Store) -> None:
     assert store.overview.goodputs() == {"runs": 30.0}
 
 
-@pytest.mark.parametrize("total", [0, 1, 2, 7, 30])
+@pytest.mark.parametrize(("place", "total"), turns(DATABASES, [0, 1, 2, 7, 30]), indirect=["place"])
 def test_curves_are_thinned_evenly(store: Store, total: int) -> None:
     """Both ends are kept, and no gap is more than one longer than another."""
     for name in ("other", "toy"):

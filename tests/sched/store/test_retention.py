@@ -13,6 +13,8 @@ from pipollux_sched.store import Point, Store
 from pipollux_sched.store.database import Database
 from pipollux_sched.store.retention import BATCH, prune
 from pipollux_sched.store.tables import EventRow, PointRow
+from tests.extent import turns
+from tests.sched.store.stores import DATABASES
 
 HOUR, DAY = 3600, 86400
 START = 1000 * DAY
@@ -53,7 +55,7 @@ def every(seconds: int, begin: float, end: float) -> list[float]:
     return [START + time for time in range(int(begin), int(end), seconds)]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("place", "at_once"), turns(DATABASES, [True, False]), indirect=["place"])
 def test_progress_is_thinned_as_it_ages(place: Path | str, at_once: bool) -> None:
     """To the last of every minute, of every ten, of every hour; in one go or as time passes."""
     make_store(place)

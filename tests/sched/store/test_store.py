@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,9 @@ from pipollux_sched.store import (
     moving_average,
 )
 from pipollux_sched.store.database import Database
+from tests.programs import Forked
 from tests.sched.store.stores import Clock, point
+from tests.waiting import until
 
 
 def submit(store: Store, name: str = "toy") -> None:
@@ -176,25 +177,25 @@ def test_waiting_for_a_commit(store: Store) -> None:
     thread.join(240)
 
 
-def test_what_is_acknowledged_survives_a_kill(place: Path | str) -> None:
+def test_what_is_acknowledged_survives_a_kill(place: Path | str, tmp_path: Path) -> None:
     """A writer that is killed right after its answer has lost nothing that it said it had."""
-    script = f"""
+    script = tmp_path / "writer.py"
+    script.write_text(f"""
 import itertools
 from pipollux_sched.store import Store
 store = Store({str(place)!r}, create=True)
 for number in itertools.count():
     store.submit(f"job-{{number}}", {{}}, "token", 0)
     print(number, flush=True)
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        acknowledged = [int(writer.stdout.readline()) for _ in range(20)]
+""")
+    with Forked(script) as writer:
+        until(lambda: writer.output.count("\n") >= 20, "it has written")
+        acknowledged = writer.output.splitlines()
         with Store(place) as store:
             assert len(store.jobs()) >= len(acknowledged)  # readable while the other writes
-        writer.kill()
-        acknowledged += [int(line) for line in writer.stdout]
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        acknowledged = writer.output.splitlines()
     with Store(place) as store:
         assert len(store.jobs()) - len(acknowledged) in (0, 1)
 

