@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -12,13 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.extent import APART, explores, is_exhaustive, load_profile, needs, share_of
-from tests.programs import share_fork_server, start_fork_server
 
 pytest_plugins = [
     "tests.hosts.fixtures",
@@ -35,7 +32,6 @@ LASTING = ("resource_tracker", "postgres")
 # What a browser starts when it likes; tests/sched/server/browser.py sees that none of them outlives
 # its browser, which itself is no such process.
 BROWSERS_OWN = re.compile(r"chrom\S* --type=")
-FORK_SERVER = "fork_server"
 # pytest's own, and what torch sets when parts of it are imported.
 CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -81,14 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("gpu"):
         # A machine's GPUs are no reason for another verdict.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if hasattr(config, "workerinput"):
-        share_fork_server(config.workerinput[FORK_SERVER])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Have the workers of xdist share a fork server, which takes seconds to start."""
-    node.workerinput[FORK_SERVER] = start_fork_server()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,12 +110,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _children(known: set[int]) -> dict[psutil.Process, str]:
     """Return processes that were started by this one, but those that are known, and their words."""
     found = {}
-    # Those that a fork server forked may be children of another process.
-    starters = {os.getpid(), *(child.pid for child in multiprocessing.active_children())}
     for pid in set(psutil.pids()) - known:
         try:
             process = psutil.Process(pid)
-            if not starters & {pid, *(parent.pid for parent in process.parents())}:
+            if not any(parent.pid == os.getpid() for parent in process.parents()):
                 continue
             # One without a command line is about to have one, or to be a zombie.
             while not (words := process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:

@@ -3,8 +3,8 @@
 `Forked(script)` stands for `Command([sys.executable, script])`: a process of its own, with its own
 environment, folder, input, output and exit status, that takes signals and runs as `__main__`. It is
 forked from a server that has imported torch, Pipollux and what they need, which saves the seconds
-that this takes; the workers of xdist share one. `run_pipollux` so runs the command line. That a
-Python of its own does as well is left to a few tests that start one.
+that this takes. `run_pipollux` so runs the command line. That a Python of its own does as well is
+left to a few tests that start one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Self
@@ -49,7 +48,6 @@ PIPOLLUX = Path(sys.executable).with_name("pipollux")
 WRITTEN = os.O_WRONLY | os.O_APPEND
 LIMIT = 240.0
 """Seconds that a program may take: machines that run tests are busy."""
-_SHARED = ("_forkserver_address", "_forkserver_authkey")
 _PORTS = range(10_000, 20_000)
 """Below those of the local backend, too."""
 _PORTS_OF_PROCESS = 500
@@ -61,22 +59,6 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
-
-
-def start_fork_server() -> dict[str, Any]:
-    """Start this process's server, and return what `share_fork_server` of others takes."""
-    fork_server()
-    forkserver.ensure_running()
-    ours = vars(forkserver._forkserver)
-    # Since Python 3.14 there is a key, too.
-    return {name: ours[name] for name in _SHARED if name in ours}
-
-
-def share_fork_server(server: Mapping[str, Any]) -> None:
-    """Have the server of another process, which outlives this one, fork what this one starts."""
-    alive = os.open(os.devnull, os.O_WRONLY)  # it lives as long as its own process
-    own = {"_forkserver_alive_fd": alive, "ensure_running": resource_tracker.ensure_running}
-    vars(forkserver._forkserver).update({**server, **own})
 
 
 def free_port(address: str = "127.0.0.1") -> int:
