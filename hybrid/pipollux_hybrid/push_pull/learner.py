@@ -62,8 +62,8 @@ SMOOTHING = 0.2
 """Weight of the newest measured time in the mean."""
 SMOOTHING_ROUNDS = 0.5
 """The same of the steps of a round, which have a mean of their own."""
-_HURRIED = 100
-"""Successive leases of one step after which ``sync_every="auto"`` has settled there."""
+_SETTLED = 100
+"""Successive leases with one step per round after which ``sync_every="auto"`` counts as 1."""
 
 
 @dataclass
@@ -118,12 +118,12 @@ class Learner:
         # A copy does not know pushes before their step, so it cannot tell how far others are.
         copies = options.max_staleness == 0 and options.quorum is None
         # With SGD inside, one step between two pushes makes it SGD with momentum.
-        self._rushes = options.outer_optimizer.momentum > 0 and not isinstance(
+        self._may_warn = options.outer_optimizer.momentum > 0 and not isinstance(
             optimizer, torch.optim.SGD
         )
-        """Whether momentum on every step is to be warned of."""
-        self._hurried = 0
-        """Successive leases with a push after every step."""
+        """Whether a warning of the outer momentum is still possible."""
+        self._single_steps = 0
+        """Successive leases with one step per round."""
         self._worker = KVWorker(env.servers, env.token, self._sizes, timeout, copies=copies)
         ctx.closers.append(self._close)
         settings = settings_of(module, optimizer, lr_scheduler)
@@ -295,19 +295,19 @@ class Learner:
         return found
 
     def _warn_of_momentum(self) -> None:
-        """Warn once, in one process of the job, of momentum of the servers on every step."""
-        self._hurried = self._hurried + 1 if self._steps == 1 else 0
+        """Warn once, in one process of the job, if the outer momentum acts on every step."""
+        self._single_steps = self._single_steps + 1 if self._steps == 1 else 0
         every = self.options.sync_every
-        enough = 1 if every == 1 else _HURRIED if every == AUTO else math.inf
-        if not (self._rushes and self._hurried >= enough and self._context.env.leads):
+        enough = 1 if every == 1 else _SETTLED if every == AUTO else math.inf
+        if not (self._may_warn and self._single_steps >= enough and self._context.env.leads):
             return
-        self._rushes = False
+        self._may_warn = False
         outer = self.options.outer_optimizer
         warnings.warn(
-            f"the replicas push after every step, and momentum={outer.momentum} of the outer "
-            f"optimizer then multiplies each step of the inner one by "
-            f"{outer.lr / (1 - outer.momentum):.3g} in the end, which costs much loss with other "
-            "inner optimizers than SGD; set outer_optimizer=OuterSGD(lr=1.0, momentum=0.0), or "
+            "replicas push after every step, so that the outer optimizer with "
+            f"lr={outer.lr} and momentum={outer.momentum} multiplies each step of the inner "
+            f"optimizer by {outer.lr / (1 - outer.momentum):.3g} in the end, which raises the loss "
+            "with optimizers such as AdamW; set outer_optimizer=OuterSGD(lr=1.0, momentum=0.0), or "
             "sync_every=25 or more",
             stacklevel=2,
         )
