@@ -459,8 +459,9 @@ class Learner:
         header["weights"] = {str(key): weight for key, weight in header["weights"].items()}
         # Few small pushes are sent on for the copy as they are, since a step has full precision.
         present = self._context.at_servers
-        few = present is not None and len(present.replicas) <= COMPRESSED
-        header["at_once"] = at_once or (self._feedback is not None and few)
+        num_replicas = math.inf if present is None else len(present.replicas)
+        few = self._feedback is not None and num_replicas <= COMPRESSED
+        header |= {"at_once": at_once or few, "is_of_two": num_replicas == 2}
         if scales:
             header["scales"] = scales
         done = {"op": "complete", "place": self._place, "intervals": header["intervals"]}

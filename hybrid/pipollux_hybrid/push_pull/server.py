@@ -8,7 +8,12 @@
 An operation is confirmed once the next server has applied it to its copy, too. Pushes are sent on
 together, as the step that they make, so that a copy costs the network one push and not one of each
 replica: until then the replica keeps its push, and sends it again if the server does not know it.
-A replica beside the copy pulls from there.
+A replica beside the copy pulls from there, and lays its push down there first, for the server to
+say when it counts. With two replicas, the other push is sent on as it comes: a round then takes the
+network as long as one push, and not a push and a step::
+
+    replica 0 ──push──▶ server 0 ──replica 0's push──▶ server 1, with 0's copy
+    replica 1 ──push─────▶    └───▶ "replica 1's counts" ──▶ └◀──laid down── replica 1
 
 A server that is started again takes its range from the copy, and continues as if it had only been
 slow. Where no other server holds it, it is read from the folder, as of the last save: replicas then
@@ -24,6 +29,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from pipollux_hybrid.errors import PipolluxError
 
@@ -55,7 +62,7 @@ UNUSED = 3.0
 something to say to it."""
 PATIENCE = 1800.0
 """Seconds that a server waits for another one."""
-BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward"})
+BETWEEN_SERVERS = frozenset({"copy", "lend", "replace", "forward", "lay_down"})
 """Requests of the servers beside this one, answered also before it is ready."""
 MAY_STEP = frozenset({"push", "count", "fence"})
 """Operations after which an outer step may be due."""
@@ -103,6 +110,8 @@ class Server:
         """Of the previous server."""
         self._kept_back: dict[int, list[Message]] = {}
         """Pushes, by member, that the next server gets with their step."""
+        self._laid_down: dict[tuple[int, str], Message] = {}
+        """Pushes to the previous server, by member and layers, that do not count yet."""
         self._lock, self._ledger_lock = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Condition()
         self._version = 0
@@ -241,12 +250,33 @@ class Server:
     async def _on_forward(self, message: Message) -> Message:
         if self._held is None:
             return Message({"error": NO_STATE})
-        inner = Message({**message.header, "op": message.header["inner"]}, message.tensors)
+        tensors = message.tensors
+        if message.header.get("laid_down"):
+            found = self._take_laid_down(message)
+            if found is None:
+                return Message({"lacks": True})
+            tensors = found
+        inner = Message({**message.header, "op": message.header["inner"]}, tensors)
         # Refused here is refused there, too: operations are deterministic.
         with suppress(RejectedError, ValueError):
             self._held.apply(inner)
         await self._notify()
         return Message({})
+
+    async def _on_lay_down(self, message: Message) -> Message:
+        """Keep a push to the previous server, until that says when it counts."""
+        if self._held is not None:
+            known = self._held.keys.counted
+            self._laid_down = {key: x for key, x in self._laid_down.items() if key[0] in known}
+            self._laid_down[_pushed_by(message)] = message
+        return Message({})
+
+    def _take_laid_down(self, message: Message) -> Sequence[Tensor] | None:
+        """Return the tensors of a push that counts now; None: it is not here."""
+        found = self._laid_down.pop(_pushed_by(message), None)
+        if found is None or found.header["number"] != message.header["number"]:
+            return None
+        return found.tensors
 
     async def _apply(self, message: Message) -> Message:
         """Apply an operation to the copy and to the range, and wake requests that wait."""
@@ -267,8 +297,10 @@ class Server:
         """Accept changes of layers; ``kept_back`` in the reply: the next server has not got them,
         and the replica has to ask until it has ("settle").
         """
-        if not self._others or message.header["at_once"]:
+        if not self._others:
             return await self._apply(message)
+        if message.header["at_once"]:
+            return await self._apply(await self._sent_ahead(message))
         own, member = self._own, int(message.header["member"])
         async with self._lock:
             own.apply(message)
@@ -276,6 +308,13 @@ class Server:
             await self._step(own)
         await self._notify()
         return Message({"kept_back": member in self._kept_back})
+
+    async def _sent_ahead(self, message: Message) -> Message:
+        """Send a push to the next server, so that other operations do not wait for it."""
+        header = {**message.header, "op": "lay_down"}
+        if not message.header.get("laid_down"):
+            await self._others[self._next].call(Message(header, message.tensors), PATIENCE)
+        return Message({**message.header, "laid_down": True}, message.tensors)
 
     async def _settle(self, message: Message) -> Message:
         """Return whether pushes of layers are known, once the next server has got them."""
@@ -337,7 +376,11 @@ class Server:
         following = self._others[self._next]
         header = {**message.header, "op": "forward", "inner": message.header["op"]}
         try:
-            await following.call(Message(header, message.tensors), PATIENCE)
+            tensors = () if message.header.get("laid_down") else message.tensors
+            reply = await following.call(Message(header, tensors), PATIENCE)
+            if "lacks" in reply.header:
+                header["laid_down"] = False
+                await following.call(Message(header, message.tensors), PATIENCE)
         except ServerError as error:
             if str(error) != NO_STATE:
                 raise
@@ -667,6 +710,10 @@ class Server:
             self._kept.save(self.shard)
         except OSError as error:
             _say(f"the state is not saved: {error}; earlier files are untouched")
+
+
+def _pushed_by(push: Message) -> tuple[int, str]:
+    return int(push.header["member"]), ",".join(push.header["counts"])
 
 
 def _waiting(members: Iterable[int], member: int) -> Message:

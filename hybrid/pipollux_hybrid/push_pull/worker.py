@@ -179,6 +179,7 @@ class KVWorker:
     async def _push(self, server: int, push: Message) -> None:
         """Push until another server has it, too: a server that is started again may not know it."""
         header = push.header
+        push = await self._laid_down(server, push)
         layers = dict.fromkeys(header["counts"], header["number"])
         settle = Message({"op": "settle", "member": header["member"], "layers": layers})
         while True:
@@ -207,14 +208,29 @@ class KVWorker:
 
         return self._start(pulled(), callback)
 
+    async def _laid_down(self, server: int, push: Message) -> Message:
+        """Lay a push down beside its copy, if that is here; return it as it is sent on."""
+        header = push.header
+        at_once = bool(header["at_once"])
+        if self._copies and header["is_of_two"]:
+            at_once = at_once or self._here[server] or self._is_beside_copy(server)
+        laid_down = self._copies and at_once and self._is_beside_copy(server)
+        if laid_down:
+            following = (server + 1) % len(self._servers)
+            await self._call(following, Message({**header, "op": "lay_down"}, push.tensors))
+        return Message({**header, "at_once": at_once, "laid_down": laid_down}, push.tensors)
+
     async def _pull(self, server: int, header: Mapping[str, Any]) -> Message:
         """Pull from a copy on this host, if there is one, else from the server itself."""
-        following = (server + 1) % len(self._servers)
-        if self._copies and self._here[following] and not self._here[server]:
+        if self._copies and self._is_beside_copy(server):
+            following = (server + 1) % len(self._servers)
             reply = await self._call(following, Message({**header, "copy": True}))
             if "none" not in reply.header:
                 return reply
         return await self._call(server, Message({**header, "copy": False}))
+
+    def _is_beside_copy(self, server: int) -> bool:
+        return self._here[(server + 1) % len(self._servers)] and not self._here[server]
 
     def init(
         self,

@@ -39,7 +39,10 @@ class Direct:
         reply = await self.server._handle(message)
         if "error" in reply.header:
             raise ServerError(reply.header["error"])
-        if self.ends_after and message.header.get("inner") == self.ends_after:
+        if self.ends_after and self.ends_after in (
+            message.header["op"],
+            message.header.get("inner"),
+        ):
             raise LostError
         return reply
 
@@ -90,12 +93,12 @@ class Pair:
             if not await self.is_known(member):
                 await self.send(member)
 
-    async def push(self, member: int, *, at_once: bool, ends_after: str = "") -> None:
+    async def push(self, member: int, how: str, *, ends_after: str = "") -> None:
         """Push unless the push before waits; the server may be lost while it sends an operation."""
         if member in self.fenced or await self.waits(member):
             return
         self.numbers[member] += 1
-        self.last[member] = push_of(member, self.numbers[member], at_once=at_once)
+        self.last[member] = push_of(member, self.numbers[member], how)
         self.to_copy.ends_after = ends_after
         try:
             await self.send(member)
@@ -104,6 +107,13 @@ class Pair:
         self.to_copy.ends_after = ""
 
     async def send(self, member: int) -> None:
+        header, tensors = self.last[member]
+        if header.get("laid_down"):
+            await Direct(self.servers[1]).call(Message({**header, "op": "lay_down"}, tensors))
+        if header["copy_is_lost"]:
+            self.servers[1] = self._new(1)
+            self._join()
+            await self.servers[1]._recover()
         reply = await self.ask(self.last[member])
         if not reply.header.get("kept_back"):
             del self.last[member]
@@ -126,9 +136,10 @@ class Pair:
             await self.ask(Message({"op": "fence", "member": member, "place": (0, 0)}))
 
 
-def push_of(member: int, number: int, *, at_once: bool) -> Message:
+def push_of(member: int, number: int, how: str) -> Message:
     weights = {str(layer): float(member) for layer in LAYERS}
-    header = {"op": "push", "member": member, "number": number, "at_once": at_once}
+    header = {"op": "push", "member": member, "number": number, "at_once": how != "kept back"}
+    header |= {"laid_down": how.startswith("laid down"), "copy_is_lost": how.endswith("lost")}
     header |= {"place": (0, 0), "weights": weights}
     header["revisions"] = dict.fromkeys(map(str, LAYERS), 0)
     header["intervals"] = {key: [span_of(member, number)] for key in weights}
@@ -176,8 +187,8 @@ def expected(actions: list[tuple[Any, ...]]) -> KeyRange:
 PUSHES = st.tuples(
     st.just("push"),
     st.sampled_from(MEMBERS),
-    st.booleans(),
-    st.sampled_from(["", "", "push", "step"]),
+    st.sampled_from(["kept back", "at once", "laid down", "laid down and lost"]),
+    st.sampled_from(["", "", "lay_down", "push", "step"]),
 )
 ACTIONS = st.lists(
     st.one_of(
@@ -199,8 +210,8 @@ def test_no_loss_of_a_server_changes_what_pushes_make(actions: list[tuple[Any, .
         await pair.begin()
         for name, *arguments in actions:
             if name == "push":
-                member, at_once, ends_after = arguments
-                await pair.push(member, at_once=at_once, ends_after=ends_after)
+                member, how, ends_after = arguments
+                await pair.push(member, how, ends_after=ends_after)
             elif name == "lose":
                 await pair.lose(arguments[0])
             elif name == "count":
@@ -235,6 +246,24 @@ def check(pair: Pair, lacks: bool) -> None:
         assert all_ours.header == all_theirs.header
         tensors = zip(all_ours.tensors, all_theirs.tensors, strict=True)
         assert all(torch.equal(mine, copy) for mine, copy in tensors)
+
+
+def test_only_the_push_that_was_laid_down_counts() -> None:
+    async def run() -> list[str]:
+        pair = Pair()
+        await pair.begin()
+        found = []
+        for laid_down, counts in ((1, 1), (1, 1), (2, 3), (None, 4)):
+            if laid_down is not None:
+                message = push_of(1, laid_down, "laid down")
+                await pair.to_copy.call(
+                    Message({**message.header, "op": "lay_down"}, message.tensors)
+                )
+            header = {**push_of(1, counts, "laid down").header, "op": "forward", "inner": "push"}
+            found.append(",".join((await pair.to_copy.call(Message(header))).header))
+        return found
+
+    assert asyncio.run(run()) == ["", "", "lacks", "lacks"]
 
 
 def test_a_replica_beside_a_copy_pulls_from_it_and_else_from_the_server(

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipollux
+from pipollux_hybrid.push_pull import worker as worker_module
 from pipollux_hybrid.push_pull.key_range import FENCED
 from pipollux_hybrid.push_pull.transport import ServerError
 from pipollux_hybrid.push_pull.worker import KVWorker
-from tests.extent import first
+from tests.extent import first, first_points
 from tests.hybrid.push_pull.jobs import TOKEN, Servers, servers
 from tests.programs import fork_server, ranks
 from tests.waiting import until
@@ -34,6 +35,8 @@ def train(
 ) -> None:
     """Train a replica that writes each step to a file; with ``stop`` it pauses there."""
     os.environ.update(environment)
+    if here := environment.get("HERE"):
+        worker_module.is_here = lambda address: address == here
     with (folder / f"said-{environment['PIPOLLUX_REPLICA']}").open("a", buffering=1) as file:
         os.dup2(file.fileno(), 2)
     try:
@@ -90,14 +93,25 @@ class Job:
     """Replicas of a test."""
 
     def __init__(
-        self, running: Servers, options: dict[str, Any], folder: Path, samples: int = SAMPLES
+        self,
+        running: Servers,
+        options: dict[str, Any],
+        folder: Path,
+        samples: int = SAMPLES,
+        *,
+        apart: bool = False,
     ) -> None:
         self.servers, self.options, self.folder, self.samples = running, options, folder, samples
+        self.apart = apart
+        """Whether each replica takes one server only to be on its host."""
         self.processes: dict[int, Any] = {}
 
     def start(self, replica: int, count: int, stop: int = 0) -> None:
         environment = {**self.servers.environment(), "PIPOLLUX_REPLICA": str(replica)}
         environment |= {**ranks(0, count, 1), "PIPOLLUX_HINTS_INTERVAL": "1000000"}
+        if self.apart:
+            addresses = self.servers.addresses
+            environment["HERE"] = addresses[replica % len(addresses)]
         arguments = (environment, self.options, self.folder, stop, self.samples)
         self.processes[replica] = fork_server().Process(target=train, args=arguments)
         self.processes[replica].start()
@@ -216,14 +230,16 @@ def test_a_single_server_goes_on_from_its_files(tmp_path: Path) -> None:
     check([values], SAMPLES / BATCH)
 
 
-@pytest.mark.parametrize("stale", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_replicas_and_servers_die_while_others_train(stale: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stale", "count"), first_points(1, [(0, 2), (0, 3), (2, 3)]))
+def test_replicas_and_servers_die_while_others_train(
+    stale: float, count: int, tmp_path: Path
+) -> None:
     options = {"sync_every": 4, "fragments": 2, "overlap": 1, "max_staleness": stale}
     with servers(2, options=LOST) as running:
-        job = Job(running, options, tmp_path, MANY)
+        job = Job(running, options, tmp_path, MANY, apart=count == 2)
         try:
-            for replica in range(3):
-                job.start(replica, 3)
+            for replica in range(count):
+                job.start(replica, count)
             until(lambda: job.steps(0) > 5, "it has trained", PATIENCE)
             job.kill(0)
             until(lambda: job.steps(1) > 9, "the others go on", PATIENCE)
@@ -231,10 +247,13 @@ def test_replicas_and_servers_die_while_others_train(stale: float, tmp_path: Pat
             running.start(1)
             until(job.servers_are_ready, "it has its range again", PATIENCE)
             job.start(4, 1)
-            until(lambda: job.steps(2) > 12, "the others go on", PATIENCE)
+            last = 4 if count == 2 else 2
+            until(lambda: job.steps(last) > 12, "the others go on", PATIENCE)
             running.kill(0)
             job.kill(1)
             running.start(0)
+            if count == 2:
+                job.start(3, 1)
             values = job.end()
         finally:
             job.close()
