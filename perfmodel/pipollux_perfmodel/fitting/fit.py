@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
 from numpy.typing import ArrayLike
 
 from pipollux_perfmodel.timing.params import (
@@ -270,6 +269,8 @@ def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
     """Return the values of `NAMES` that minimize the loss, starting from `begin`. The variables are
     the free times relative to their start (or their logarithms), then the others.
     """
+    from scipy.optimize import Bounds, minimize  # imports slowly
+
     times = is_time(len(begin.values))
     times_free, others_free = (np.flatnonzero(begin.free & kind) for kind in (times, ~times))
     free, num_times = np.append(times_free, others_free), len(times_free)
@@ -294,12 +295,12 @@ def _search(rows: Rows, begin: StartingPoint, search: _Pass) -> Floats:
     limits = np.array([_LIMITS[NAMES[index]] for index in others]).reshape(-1, 2)
     lower, upper = np.append(lower, limits[:, 0]), np.append(upper, limits[:, 1])
     first = np.clip(np.append(first, begin.values[others]), lower, upper)
-    result = scipy.optimize.minimize(
+    result = minimize(
         objective,
         first,
         jac=True,
         method="SLSQP",
-        bounds=scipy.optimize.Bounds(lower, upper),
+        bounds=Bounds(lower, upper),
         options={"maxiter": _MAX_ITERATIONS, "ftol": search.tolerance},
     )
     return decode(np.clip(result.x, lower, upper))

@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
 from numpy.typing import NDArray
 
 from pipollux_perfmodel.timing.params import PerfParams
@@ -242,10 +241,12 @@ def _least_errors(columns: Floats, y: Floats) -> tuple[Floats, float]:
     """Return coefficients >= 0 of y ≈ columns·coefficients by relative errors, and their mean.
     Absolute errors are robust against stragglers.
     """
+    from scipy.optimize import nnls  # imports slowly
+
     columns = columns / y[:, None]
     weights = np.ones_like(y)
     for _ in range(_REPEATS):
-        coefficients, _ = scipy.optimize.nnls(columns * weights[:, None], weights)
+        coefficients, _ = nnls(columns * weights[:, None], weights)
         errors = np.abs(columns @ coefficients - 1)
         weights = 1 / np.sqrt(np.maximum(errors, 1e-3))
     return coefficients, float(np.mean(errors))

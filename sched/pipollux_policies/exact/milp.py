@@ -25,8 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from pipollux_policies.jobs.job_info import ReplicaShape
 from pipollux_policies.placement.node_choice import Floats, NodeCapacity
@@ -74,6 +72,9 @@ class _Program:
         self._bounds.append((low, high))
 
     def solve(self) -> Floats | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp  # imports slowly
+        from scipy.sparse import csr_array
+
         entries = [(r, c, v) for r, terms in enumerate(self._rows) for c, v in terms.items()]
         rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))

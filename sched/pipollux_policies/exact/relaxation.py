@@ -12,8 +12,6 @@ program over the configurations and the resources of each type, solved by HiGHS 
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, vstack
 
 from pipollux_policies.placement.node_choice import Floats, Ints
 from pipollux_utils.c_stdout import silent_c_stdout
@@ -76,6 +74,9 @@ def _scarcest(instance: Instance, costs: Ints) -> int:
 
 
 def _choose_over_types(instance: Instance, costs: Ints, gains: Floats) -> Ints:
+    from scipy.optimize import Bounds, LinearConstraint, milp  # imports slowly
+    from scipy.sparse import csr_array, vstack
+
     nodes, table = instance.nodes, instance.table
     types = sorted({kind.gpu_type for kind in table.kinds if kind.gpu_type is not None})
     # One constraint per type, and one for all nodes together.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -24,10 +24,12 @@ from pipollux_policies.placement.first_fit import place_arrival
 from pipollux_policies.placement.node_choice import Floats, Ints
 
 from .arrays import ClusterArrays, build_cluster
-from .nsga2 import Evolution, evolve
 from .problem import AllocationProblem
 from .repair import repair
 from .starting_states import starting_states
+
+if TYPE_CHECKING:
+    from .nsga2 import Evolution
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class PolluxPolicy:
         return allocations, desired
 
     def _evolve(self, problem: AllocationProblem) -> Evolution:
+        from .nsga2 import evolve  # imports slowly
+
         # Replicas that cannot stay would only block those that can.
         cluster = problem.cluster
         leaving = cluster.broken & ~cluster.elastic

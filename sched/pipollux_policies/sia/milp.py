@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from pipollux_policies.allocations.allocation import Allocation, is_first_choice
 from pipollux_policies.allocations.change_cost import ChangeKind
@@ -199,6 +197,8 @@ def solve(
     ]
     if not chosen:
         return {}
+    from scipy.optimize import Bounds, LinearConstraint, milp  # imports slowly
+
     matrix, limits = _constraints(chosen, free)
     with silent_c_stdout():
         found = milp(
@@ -222,6 +222,8 @@ def solve(
 
 
 def _constraints(chosen: Sequence[tuple[int, int, float, Column]], free: Use) -> tuple[Any, Floats]:
+    from scipy.sparse import csr_array  # imports slowly
+
     row_of: dict[Any, int] = {}
     entries = []
     for place, (job, _, _, column) in enumerate(chosen):

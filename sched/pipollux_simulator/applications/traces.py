@@ -16,16 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import LinearNDInterpolator
 
 from pipollux_perfmodel import GradParams, PerfParams, fit_perf_params
 from pipollux_perfmodel.errors import InputError
 
 from .base import JobModel, RunningJob, TrueStepTimes
 from .trace_model import Fit, FixedBatchModel, TraceJobModel, split_batch
+
+if TYPE_CHECKING:
+    from scipy.interpolate import LinearNDInterpolator
 
 _MOST_NODES = 16  # of scalability.csv
 _MOST_REPLICAS = 64
@@ -231,6 +234,8 @@ class TraceApplication:
     @cached_property
     def _surface(self) -> LinearNDInterpolator:
         """(num_nodes, num_replicas, local_bsz) -> (step time, sync time)."""
+        from scipy.interpolate import LinearNDInterpolator  # imports slowly
+
         groups: dict[tuple[float, ...], list[NDArray[np.float64]]] = defaultdict(list)
         for placement, rows in self._placements.items():
             for local_bsz, *times in rows:
