@@ -291,7 +291,7 @@ def test_an_agent_that_is_killed_leaves_no_folder(
     assert not case.state_dir.attempt("toy", 1).exists()
 
 
-@on(*SUITE, rarely=("local", "trainjobs"))
+@on(*SUITE, rarely=("local", "memory", "trainjobs"))
 def test_another_scheduler_adopts_what_runs(scheduler: Scheduler) -> None:
     """What has ended meanwhile, too; and ends what nobody has adopted."""
     jobs = {"kept": ["n1"], "left": ["n2"], "done": ["n2"]}

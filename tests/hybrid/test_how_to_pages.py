@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 import pipollux
 from pipollux_hybrid.job import context as contexts
-from tests.extent import first
 from tests.hybrid.models import assert_close, state_of
 from tests.hybrid.stage_processes.training import run_stages
 
@@ -245,7 +244,8 @@ def train_gpt2(block: str, folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shapes", first(1, [[(1, 1)], [(1, 1), (2, 1), (1, 2)]]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shapes", [[(1, 1), (2, 1), (1, 2)]])
 def test_gpt2_trains_alike_on_replicas_and_stages(
     repository: Path, tmp_path: Path, shapes: list[tuple[int, int]]
 ) -> None:

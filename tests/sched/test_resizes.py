@@ -112,8 +112,15 @@ def restarted(scheduler: Scheduler) -> list[int]:
     return [entry.attempt for entry in scheduler.store.attempts("elastic")]
 
 
-def test_a_job_grows_and_shrinks_without_a_restart(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "agent", ["light_agent", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
+def test_a_job_grows_and_shrinks_without_a_restart(
+    directory: Path, tmp_path: Path, agent: str, request: pytest.FixtureRequest
+) -> None:
     """Also by the replica that was the first; what was measured is what the policy is told."""
+    if agent == "light_agent":
+        request.getfixturevalue(agent)
     policy = Wish()
     scalars = tmp_path / "scalars"
     job = elastic_job(tmp_path, SCALARS=str(scalars), PAUSE="0.1")

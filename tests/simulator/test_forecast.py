@@ -145,7 +145,8 @@ def test_a_job_starts_when_the_policy_takes_slots_for_it(least: int, after: floa
     first = ForecastJob("a", long, Allocation(["n"] * 4, long.all_shapes[0]))
     nodes = {"n": NodeInfo({"slots": 4})}
     new = waiting("b", NOW, remaining_work=100.0)
-    start = forecasts(first, new, nodes=nodes, policy="exact")["b"].start
+    two = Effort(samples=2)
+    start = forecasts(first, new, nodes=nodes, policy="exact", effort=two)["b"].start
     assert start is not None
     assert start.low == start.high
     assert NOW + after <= start.median <= NOW + after + 60.0
@@ -167,6 +168,10 @@ class Unmeasured(Steady):
         return self.speed
 
 
+class _SeenError(Exception):
+    """Nothing more is to be simulated."""
+
+
 def test_a_long_queue_does_not_push_out_the_jobs_that_have_trained() -> None:
     """The observed cluster knows their lengths; without any, no start in the queue is known."""
     rows = [JobArrival("first", 0.0, "steady", 1, 10)]
@@ -175,11 +180,13 @@ def test_a_long_queue_does_not_push_out_the_jobs_that_have_trained() -> None:
     options = Options(restart_seconds=5.0, decides_at="changes")
 
     def observe(cluster: ObservedCluster) -> None:
-        if cluster.now >= 60.0 and not states:
+        if cluster.now >= 60.0:
             states.append(cluster.state())
+            raise _SeenError
 
     args = rows, {"steady": Unmeasured()}, ONE_GPU, make_policy("fifo", seed=0), options
-    ObservedCluster(*args, observe=observe).run()
+    with pytest.raises(_SeenError):
+        ObservedCluster(*args, observe=observe).run()
     [state] = states
     assert sum(job.is_new for job in state.jobs) == MOST_KINDS + 10
     assert len(state.kinds) == 1

@@ -27,7 +27,6 @@ from pipollux_hybrid import (
     save_all_states,
 )
 from pipollux_hybrid.job.context import context
-from tests.extent import first
 from tests.hybrid.models import assert_close, state_of
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.stage_processes.training import run_stages, together
@@ -202,7 +201,8 @@ def test_the_single_process_pipeline_skips_them_too(clips: bool, local: int) -> 
     check([[one] for one in found], plain(clips))
 
 
-@pytest.mark.parametrize("stages_first", first(1, [True, False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages_first", [True, False])
 def test_a_restart_with_another_engine_goes_on_at_the_scale(
     tmp_path: Path, stages_first: bool
 ) -> None:

@@ -138,6 +138,7 @@ SEEN = [(PipelineSchedule("1f1b"), 1.0)]
 SLOW = [(PipelineSchedule("interleaved", 2), 3.0)]
 
 
+@pytest.mark.exhaustive
 def test_runs_take_the_schedule_that_measurements_promise(tmp_path: Path) -> None:
     """From 1F1B to interleaved stages, and back when these turn out to be slow."""
     cut = {"balance": "memory"}  # times are measured, and by them a busy machine may cut otherwise

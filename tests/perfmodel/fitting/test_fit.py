@@ -90,7 +90,10 @@ def test_overlap_is_recovered(overlap: float, told_by: str) -> None:
     assert found.forward_shares == truth.forward_shares
 
 
-@pytest.mark.parametrize(("overlap", "checkpoint"), turns([0.35, 1.0], ["never", "except_last"]))
+@pytest.mark.parametrize(
+    ("overlap", "checkpoint"),
+    first_points(1, [*product([1.0, 0.35], ["except_last", "never"])]),
+)
 def test_1f1b_is_recovered_where_it_is_known_to_have_run(
     overlap: float, checkpoint: Checkpoint
 ) -> None:
