@@ -60,8 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two processes more than there are cores, up to eight: tests wait for processes of theirs."""
-    return min((os.cpu_count() or 1) + 2, 8)
+    """One process more than there are cores, up to eight: tests wait for processes of theirs."""
+    return min((os.cpu_count() or 1) + 1, 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:

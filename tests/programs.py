@@ -30,13 +30,15 @@ from pathlib import Path
 from typing import Any, Self
 
 PRELOADED = [
-    *("torch._dynamo", "torchgpipe", "scipy.optimize", "pipollux_hybrid"),
+    *("torch._dynamo", "torchgpipe", "scipy.optimize", "scipy.interpolate", "pipollux_hybrid"),
     # What the packages import when it is needed.
     *(
         "pipollux_hybrid.pipeline.process_engine",
+        "pipollux_hybrid.push_pull.server_main",
         "pipollux_hybrid.telemetry.reporter",
         "pipollux_perfmodel.fitting.fit",
         "pipollux_perfmodel.hints.hints",
+        "pipollux_policies.pollux.nsga2",
     ),
     *("pipollux_sched.cli.serve", "pipollux_sched.cli.plan", "pipollux_simulator"),
     *("pipollux_perfmodel.modeling", "autograd.numpy", "httpcore", "textual.app", "rich.markdown"),
