@@ -45,6 +45,13 @@ def test_options_have_the_types_of_the_constructor(
     assert parse_policy(policy_text(name, options)) == (name, options)
 
 
+def test_options_of_an_objective_have_the_types_of_its_constructor() -> None:
+    given: dict[str, Any] = {"rank_power": "0.5", "horizon": 300}
+    found = CompletionTime(**given)
+    assert (found.rank_power, found.horizon) == (0.5, 300.0)
+    assert [type(value) for value in found.options.values()] == [float] * len(found.options)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_default_and_example_is_allowed_and_described(name: str) -> None:
     told = policy_help()

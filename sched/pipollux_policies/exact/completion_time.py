@@ -143,7 +143,7 @@ class CompletionTime:
 
     def __post_init__(self) -> None:
         for name, option in options_of(CompletionTime).items():
-            option.check(getattr(self, name))
+            object.__setattr__(self, name, option.check(getattr(self, name)))
 
     @property
     def options(self) -> dict[str, Any]:
