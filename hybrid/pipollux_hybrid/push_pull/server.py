@@ -12,8 +12,8 @@ A replica beside the copy pulls from there, and lays its push down there first, 
 say when it counts. With two replicas, the other push is sent on as it comes: a round then takes the
 network as long as one push, and not a push and a step::
 
-    replica 0 ──push──▶ server 0 ──replica 0's push──▶ server 1, with 0's copy
-    replica 1 ──push─────▶    └───▶ "replica 1's counts" ──▶ └◀──laid down── replica 1
+    replica 0 ─push─▶ server 0 ─the push────────────▶ server 1, with the copy
+    replica 1 ─push─▶ server 0 ─"that push counts"──▶ server 1 ◀─the push─ replica 1
 
 A server that is started again takes its range from the copy, and continues as if it had only been
 slow. Where no other server holds it, it is read from the folder, as of the last save: replicas then
