@@ -142,7 +142,7 @@ def _unknown_field(name: str, known: Sequence[str]) -> str:
     guess = closest(name, known)
     if guess:
         return f"unknown field; did you mean '{guess}'?"
-    return f"unknown field; known are {', '.join(known)}" if known else "unknown field"
+    return f"unknown field; choose from {', '.join(known)}" if known else "unknown field"
 
 
 def spell_value(value: Any) -> str:

@@ -68,7 +68,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     if name not in POLICIES:
         close = difflib.get_close_matches(name.lower(), POLICIES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"policy: {name!r} is not known; {hint}known are {', '.join(POLICIES)}")
+        raise ValueError(f"policy: {name!r} is not known; {hint}choose from {', '.join(POLICIES)}")
     return name, parse_options(name, options, POLICIES[name].options) if colon else {}
 
 

@@ -250,7 +250,7 @@ def test_the_policy_is_chosen_by_name(tmp_path: Path) -> None:
     assert said.startswith(
         "Invalid value for '--policy': 'polux' is not known; did you mean pollux?"
     )
-    assert f"known are {', '.join(POLICIES)}" in said
+    assert f"choose from {', '.join(POLICIES)}" in said
 
 
 def test_the_help_names_every_policy() -> None:

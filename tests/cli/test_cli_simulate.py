@@ -167,7 +167,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         (
             ["pipelines.csv", "--policy", "exact,exakt"],
             "policy: 'exakt' is not known; did you mean exact? "
-            "known are exact, pollux, sia, optimus, tiresias, fifo",
+            "choose from exact, pollux, sia, optimus, tiresias, fifo",
         ),
         (
             ["pipelines.csv", "--node-type", "a100=8"],
@@ -176,7 +176,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         (
             ["pipelines.csv", "--node-type", "h100=8x4"],
             "GPU type 'h100' is not known, so pipelines cannot be timed on it; "
-            "known are a100-40g, v100-16g",
+            "choose from a100-40g, v100-16g",
         ),
         (["pipelines.csv", "--interval", "0"], "interval: 0.0 must be above 0"),
         (
@@ -195,7 +195,7 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         ),
         (
             ["unknown.csv"],
-            "application 'gpt-3' is not known; known are bert, cifar10, deepspeech2, imagenet, "
+            "application 'gpt-3' is not known; choose from bert, cifar10, deepspeech2, imagenet, "
             "ncf, yolov3, gpt-1.3b, gpt-2.7b, gpt-6.7b, gpt-13b",
         ),
         (["empty.csv"], "empty.csv: holds no job; give a row for each"),

@@ -81,7 +81,7 @@ def test_what_teams_never_let_run_is_refused(cli: Cli) -> None:
     assert "4 slots" not in cli("teams", "--set", "teams.yaml").stdout
     assert "team: 'tex' is not known" in one_sentence(cli("submit", mine, "--team", "tex"), 1)
     said = one_sentence(cli("submit", mine, "--priority", "high"), 1)
-    assert "priority: 'high' is not known; known are urgent" in said
+    assert "priority: 'high' is not known; choose from urgent" in said
     none = jobs_file(cli, "none.yaml", "name: none, team: web")
     assert "max_jobs of team 'web' is 0" in one_sentence(cli("submit", none), 1)
     wide = jobs_file(cli, "wide.yaml", "name: wide, team: vision, min_replicas: 3")

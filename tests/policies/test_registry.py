@@ -68,7 +68,7 @@ def test_every_default_and_example_is_allowed_and_described(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("exakt", "'exakt' is not known; did you mean exact? known are exact, pollux, sia, "),
+        ("exakt", "'exakt' is not known; did you mean exact? choose from exact, pollux, sia, "),
         ("exact:rank_power=2", "rank_power must be a number between 0 and 1; write, for example, "),
         ("exact:rank_power=2", "exact:rank_power=0.28"),
         ("exact:tail=11", "tail must be a number between 0 and 10, or none; "),

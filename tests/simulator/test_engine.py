@@ -161,7 +161,7 @@ def test_a_policy_of_fixed_sizes_is_told_what_was_asked_for() -> None:
 def test_an_application_that_is_not_there_is_named() -> None:
     workload = [JobArrival("j", 0.0, "unsteady", 1, 10)]
     nodes = {"a": NodeInfo({"slots": 4})}
-    with pytest.raises(SimulationError, match="'unsteady' is not known; known are steady"):
+    with pytest.raises(SimulationError, match="'unsteady' is not known; choose from steady"):
         Cluster(workload, {"steady": Steady()}, nodes, Give())
 
 

@@ -70,7 +70,7 @@ def test_a_traced_job_takes_as_long_as_its_traces_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt", "application 'gpt' is not known; known are bert, cifar10"),
+        ("gpt", "application 'gpt' is not known; choose from bert, cifar10"),
         ("bert", "application 'bert' needs its traces; give the folder"),
     ],
 )

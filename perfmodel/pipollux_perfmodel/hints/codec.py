@@ -201,7 +201,7 @@ def describe(error: ValidationError, what: str, known: Callable[[list[str]], lis
 
 def _suggestion(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
 
 
 def _validate(model: type[_Model], what: str, value: Any) -> _Model:

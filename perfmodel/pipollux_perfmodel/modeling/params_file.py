@@ -275,7 +275,7 @@ def _assumed(fit: Any) -> dict[int, tuple[str, ...]] | None:
 def _unknown(key: str) -> str:
     guess = closest(key, _KEYS)
     return f"{key}: unknown key; " + (
-        f"did you mean '{guess}'?" if guess else f"known are {', '.join(_KEYS)}"
+        f"did you mean '{guess}'?" if guess else f"choose from {', '.join(_KEYS)}"
     )
 
 

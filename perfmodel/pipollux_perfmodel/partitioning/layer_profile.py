@@ -233,5 +233,5 @@ def _check_keys(
     for key in value:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            fix = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
             raise ValueError(f"layer profile: {where} has the unknown key {key!r}; {fix}")

@@ -78,5 +78,5 @@ def make_engine(name: str, options: EngineOptions) -> Engine:
     """Return a new engine; `BackendError`: the name is unknown, or it cannot have these nodes."""
     if name not in ENGINES:
         known = ", ".join(sorted(ENGINES))
-        raise BackendError(f"there is no backend {name!r}; known are: {known}")
+        raise BackendError(f"there is no backend {name!r}; choose from {known}")
     return ENGINES[name](options)

@@ -43,7 +43,7 @@ class ServerAddress:
         if self.tls and self.advertise_url and urlsplit(self.advertise_url).scheme != "https":
             raise ValueError(
                 f"{self.advertise_url} begins with http://, but with a certificate the scheduler "
-                "speaks https alone; give a URL that begins with https://"
+                "serves HTTPS only; give a URL that begins with https://"
             )
 
     @property

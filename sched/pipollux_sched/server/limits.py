@@ -148,10 +148,11 @@ class ConcurrencyLimit:
     def _check(self, sender: str, most: int, together: int) -> None:
         if self._taken.total() >= together:
             raise BusyError(
-                f"{together} requests already {self._what}, and no more can; ask again in a second"
+                f"{together} requests already {self._what}, which is the limit; "
+                "try again in a second"
             )
         if self._taken[sender] >= most:
             raise BusyError(
-                f"{most} requests of {sender} already {self._what}, and no more can; "
-                "ask again in a second"
+                f"{most} requests of {sender} already {self._what}, which is the limit; "
+                "try again in a second"
             )

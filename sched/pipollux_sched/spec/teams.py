@@ -246,7 +246,8 @@ def _check_known(
 ) -> None:
     known = [entry.name for entry in entries]
     if name is not None and name not in known:
-        raise SpecError(f"{place}: '{name}' is not known; known are {', '.join(known) or 'none'}")
+        fix = f"choose from {', '.join(known)}" if known else "the file has none"
+        raise SpecError(f"{place}: '{name}' is not known; {fix}")
 
 
 def load_teams(path: str | Path) -> TeamsSpec:

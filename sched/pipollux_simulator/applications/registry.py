@@ -43,7 +43,7 @@ def load_applications(
         elif name in CONSTANTS:
             found[name] = TraceApplication(_folder(name, traces), fit=fit)
         else:
-            raise ValueError(f"application {name!r} is not known; known are {', '.join(KNOWN)}")
+            raise ValueError(f"application {name!r} is not known; choose from {', '.join(KNOWN)}")
     return found
 
 
@@ -55,7 +55,7 @@ def devices_of(gpu_types: Iterable[str]) -> tuple[Device, ...]:
     if unknown:
         raise ValueError(
             f"GPU type {unknown[0]!r} is not known, so pipelines cannot be timed on it; "
-            f"known are {', '.join(known)}"
+            f"choose from {', '.join(known)}"
         )
     return tuple(known[name] for name in wanted) or (A100_40G,)
 

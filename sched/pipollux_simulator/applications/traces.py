@@ -89,7 +89,8 @@ class TraceApplication:
         self.name = folder.name
         if constants is None and self.name not in CONSTANTS:
             raise TraceError(
-                f"{folder}: no application of this name is known; known are {', '.join(CONSTANTS)}"
+                f"{folder}: {self.name!r} is no known application; "
+                f"choose from {', '.join(CONSTANTS)}"
             )
         self.constants = constants or CONSTANTS[self.name]
         self.max_epochs = self.constants.max_epochs

@@ -138,7 +138,7 @@ class Cluster:
         unknown = sorted({row.application for row in self.workload} - self.applications.keys())
         if unknown:
             raise SimulationError(
-                f"the workload's application {unknown[0]!r} is not known; known are "
+                f"the workload's application {unknown[0]!r} is not known; choose from "
                 f"{', '.join(sorted(self.applications))}"
             )
         if not (self.workload or self.begun) or not self.nodes:

@@ -124,7 +124,7 @@ def test_is_a_field_of_any_model(params: PerfParams) -> None:
         ({**SEVEN, "alpha_c": 0, "beta_c": 0}, "alpha_c and beta_c are both 0"),
         ({k: v for k, v in SEVEN.items() if k != "alpha_n"}, "alpha_n is missing; give it"),
         ({**SEVEN, "overlapp": 1}, "overlapp is not a known key; did you mean overlap?"),
-        ({**SEVEN, "colour": 1}, "colour is not a known key; known are alpha_c"),
+        ({**SEVEN, "colour": 1}, "colour is not a known key; choose from alpha_c"),
         ({**SEVEN, "version": 2}, "version is 2"),
         ({**SEVEN, "overlap": 1.5}, "overlap is 1.5"),
         ({**SEVEN, "gamma_c": 0.5}, "gamma_c is 0.5"),
@@ -164,7 +164,7 @@ def test_wrong_parameters_are_refused_by_name(value: Any, message: str) -> None:
         ({"norm": -1, "var": 1}, "norm is -1"),
         ({"norm": 1}, "var is missing; give it"),
         ({"norm": 1, "var": math.nan}, "var is nan"),
-        ({"norm": 1, "var": 1, "sqr": 1}, "sqr is not a known key; known are norm, var"),
+        ({"norm": 1, "var": 1, "sqr": 1}, "sqr is not a known key; choose from norm, var"),
         ({"norm": 1, "var": 1, "version": 0}, "version is 0"),
     ],
 )

@@ -140,7 +140,7 @@ PIPELINE = {**SEVEN, "forward_shares": [0.2, 0.2], "backward_shares": [0.3, 0.3]
         ({"initBatchSize": 1.5}, "initBatchSize is 1.5"),
         ({"initBatchSize": math.nan}, "initBatchSize is nan"),
         ({"initBatchsize": 3}, "initBatchsize is not a known key; did you mean initBatchSize?"),
-        ({"color": 3}, "color is not a known key; known are initBatchSize, localBszBounds"),
+        ({"color": 3}, "color is not a known key; choose from initBatchSize, localBszBounds"),
         ({"maxBatchSize": 16}, "maxBatchSize 16 is below initBatchSize 32; give at least 32"),
         ({"localBszBounds": [64, 8]}, r"localBszBounds is \[64, 8\]"),
         ({"localBszBounds": [8]}, "localBszBounds.1 is missing"),

@@ -122,7 +122,7 @@ def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
         ({"version": 1, "layers": [entry(output_bytes=math.nan)]}, "output_bytes is nan"),
         ({"version": 1, "layers": [entry(output_bytes=-1)]}, "output_bytes is -1"),
         ({"version": 1, "layers": [entry(outputbytes=1)]}, "did you mean output_bytes"),
-        ({"version": 1, "layers": [entry(zzz=1)]}, "unknown key 'zzz'; known are forward_alpha"),
+        ({"version": 1, "layers": [entry(zzz=1)]}, "unknown key 'zzz'; choose from forward_alpha"),
         ({"version": 1, "layers": [{"forward_alpha": 1}]}, r"layers\[0\] has no forward_beta"),
     ],
 )

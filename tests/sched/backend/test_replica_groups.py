@@ -381,7 +381,7 @@ def test_engines_by_name(state_dir: StateDir) -> None:
     assert isinstance(engine, LocalEngine)
     assert (engine.name, list(engine.nodes())) == ("local", ["a"])
     with pytest.raises(
-        BackendError, match="there is no backend 'mesos'; known are: kubernetes, local, ray, slurm"
+        BackendError, match="there is no backend 'mesos'; choose from kubernetes, local, ray, slurm"
     ):
         make_engine("mesos", EngineOptions(state_dir=state_dir))
     with pytest.raises(BackendError, match="has no nodes; give it a cluster"):

@@ -72,7 +72,7 @@ def test_kinds_of_addresses(host: str, loopback: bool, wildcard: bool) -> None:
 
 
 def test_a_certificate_is_of_no_use_to_who_is_told_http() -> None:
-    with pytest.raises(ValueError, match="the scheduler speaks https alone"):
+    with pytest.raises(ValueError, match="the scheduler serves HTTPS only"):
         ServerAddress(advertise_url="http://gpus.example.com", tls=TLS)
 
 

@@ -88,7 +88,7 @@ def test_tokens_that_cannot_be_made(service: Service, monkeypatch: pytest.Monkey
     assert "is for tokens of the role 'user'" in refusal(run_as="nobody", role="admin")
     assert "no teams are set" in refusal(team="vision")
     service.control.set_teams(TeamsSpec.model_validate({"teams": [{"name": "text"}]}))
-    assert "team: 'vision' is not known; known are text" in refusal(team="vision")
+    assert "team: 'vision' is not known; choose from text" in refusal(team="vision")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert "only a scheduler that runs as root can start jobs as 'nobody'" in refusal(
         run_as="nobody"

@@ -90,7 +90,7 @@ def test_a_cluster_is_read(tmp_path: Path) -> None:
         (
             NODE + "  colour: red\n",
             "cluster.yaml:4: nodes[0].colour: unknown field; "
-            "known are name, slots, kind, cpus, memory, preemptible, gpu_type, draining, cpu_slots, beside, single_stage, topology",
+            "choose from name, slots, kind, cpus, memory, preemptible, gpu_type, draining, cpu_slots, beside, single_stage, topology",
         ),
         (NODE + NODE[7:], "cluster.yaml:4: nodes[1].name: 'a' is also the name of nodes[0]; give each its own"),
         ("nodes:\n- name: no\n  slots: 1\n", 'cluster.yaml:2: nodes[0].name: no is not allowed; it must be a text: write it in quotes, "no"'),
