@@ -30,8 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pipollux_hybrid.errors import PipolluxError
 
 from .agreement import check_options, check_parameters, check_settings
@@ -50,6 +48,7 @@ from .transport import (
     start_authenticator,
     unflattened,
 )
+from .waiting_pushes import KeptBack, LaidDown
 
 LONG_POLL = 10.0
 """Seconds after which a request that waits for others is answered without a result."""
@@ -108,10 +107,7 @@ class Server:
         """None before the job's first replica has joined."""
         self._held: Shard | None = None
         """Of the previous server."""
-        self._kept_back: dict[int, list[Message]] = {}
-        """Pushes, by member, that the next server gets with their step."""
-        self._laid_down: dict[tuple[int, str], Message] = {}
-        """Pushes to the previous server, by member and layers, that do not count yet."""
+        self._kept_back, self._laid_down = KeptBack(), LaidDown()
         self._lock, self._ledger_lock = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Condition()
         self._version = 0
@@ -252,7 +248,7 @@ class Server:
             return Message({"error": NO_STATE})
         tensors = message.tensors
         if message.header.get("laid_down"):
-            found = self._take_laid_down(message)
+            found = self._laid_down.take(message)
             if found is None:
                 return Message({"lacks": True})
             tensors = found
@@ -266,17 +262,8 @@ class Server:
     async def _on_lay_down(self, message: Message) -> Message:
         """Keep a push to the previous server, until that says when it counts."""
         if self._held is not None:
-            known = self._held.keys.counted
-            self._laid_down = {key: x for key, x in self._laid_down.items() if key[0] in known}
-            self._laid_down[_pushed_by(message)] = message
+            self._laid_down.add(message, self._held.keys.counted)
         return Message({})
-
-    def _take_laid_down(self, message: Message) -> Sequence[Tensor] | None:
-        """Return the tensors of a push that counts now; None: it is not here."""
-        found = self._laid_down.pop(_pushed_by(message), None)
-        if found is None or found.header["number"] != message.header["number"]:
-            return None
-        return found.tensors
 
     async def _apply(self, message: Message) -> Message:
         """Apply an operation to the copy and to the range, and wake requests that wait."""
@@ -304,10 +291,10 @@ class Server:
         own, member = self._own, int(message.header["member"])
         async with self._lock:
             own.apply(message)
-            self._kept_back.setdefault(member, []).append(message)
+            self._kept_back.add(message)
             await self._step(own)
         await self._notify()
-        return Message({"kept_back": member in self._kept_back})
+        return Message({"kept_back": self._kept_back.has(member)})
 
     async def _sent_ahead(self, message: Message) -> Message:
         """Send a push to the next server, so that other operations do not wait for it."""
@@ -331,38 +318,20 @@ class Server:
 
     async def _step(self, own: Shard) -> None:
         """Take the outer steps that are due, on the copy first."""
-        kept_back = {
-            (member, int(key))
-            for member, several in self._kept_back.items()
-            for message in several
-            for key in message.header["counts"]
-        }
+        kept_back, layers = self._kept_back.layers(), own.keys.layers
 
         def shipped(key: int) -> bool:
-            return any((member, key) in kept_back for member in own.keys.layers[key].pending)
+            return any((member, key) in kept_back for member in layers[key].pending)
 
         steps = own.next_steps(shipped)
         if steps is not None:
             await self._forward(steps)
             own.apply(steps)
-        self._drop_sent(own)
-
-    def _drop_sent(self, own: Shard) -> None:
-        """Forget pushes that the next server has got with their step, or that were sent twice."""
-
-        def waits(member: int, message: Message) -> bool:
-            layers = map(int, message.header["counts"])
-            return any(member in own.keys.layers[layer].pending for layer in layers)
-
-        left = {
-            member: [message for message in several if waits(member, message)]
-            for member, several in self._kept_back.items()
-        }
-        self._kept_back = {member: several for member, several in left.items() if several}
+        self._kept_back.keep_pending(lambda member, layer: member in layers[layer].pending)
 
     async def _send_kept_back(self, member: int) -> None:
         """Send pushes of a member on whose replica cannot send them again."""
-        for message in self._kept_back.pop(member, []):
+        for message in self._kept_back.pop(member):
             await self._forward(message)
 
     async def _notify(self) -> None:
@@ -710,10 +679,6 @@ class Server:
             self._kept.save(self.shard)
         except OSError as error:
             _say(f"the state is not saved: {error}; earlier files are untouched")
-
-
-def _pushed_by(push: Message) -> tuple[int, str]:
-    return int(push.header["member"]), ",".join(push.header["counts"])
 
 
 def _waiting(members: Iterable[int], member: int) -> Message:
