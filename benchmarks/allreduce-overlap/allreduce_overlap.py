@@ -1,4 +1,4 @@
-"""Step time of per-stage gradient synchronisation, of DDP over GPipe, and of no overlap.
+"""Step time of per-stage gradient synchronization, of DDP over GPipe, and of no overlap.
 
 Two pipeline replicas, each a process of one thread that drives four stages on the CPU. All variants
 run in the same two processes and take turns, so that other load affects all alike. The fastest step
@@ -109,7 +109,7 @@ def alone(batch: Tensor, checkpoint: str) -> Step:
 
 
 def contestants(batch: Tensor, checkpoint: str) -> dict[str, Step]:
-    found = {"no synchronisation": alone(batch, checkpoint)}
+    found = {"no synchronization": alone(batch, checkpoint)}
     if checkpoint == "never":
         found["DDP over GPipe, 25 MiB buckets (its default)"] = ddp(batch, 25)
         found["DDP over GPipe, 4 MiB buckets"] = ddp(batch, 4)
@@ -207,7 +207,7 @@ def launch(args: argparse.Namespace, *, namespaces: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Overlap of gradient synchronisation.")
+    parser = argparse.ArgumentParser(description="Overlap of gradient synchronization.")
     parser.add_argument("--rate", type=float, default=0, help="Mbit/s of the link; 0: loopback")
     parser.add_argument("--checkpoint", choices=["never", "except_last"], default="never")
     parser.add_argument("--turns", type=int, default=25)

@@ -34,7 +34,7 @@ class Trace(NamedTuple):
     local_bsz: Floats
     step_time: Floats
     accum_time: Floats
-    """Step time minus the time in synchronisation."""
+    """Step time minus the time in synchronization."""
     at_scale: Floats
     """Whether it is from scalability.csv."""
 

@@ -2,7 +2,7 @@
 
 A script wraps its ``nn.Sequential`` in :class:`HybridParallel`, its data set in
 :class:`AdaptiveDataLoader` and its epochs in :func:`remaining_epochs_until`; everything else
-(micro-batches, gradient synchronisation, batch sizes, checkpoints, hints) is automatic.
+(micro-batches, gradient synchronization, batch sizes, checkpoints, hints) is automatic.
 """
 
 from pipollux_hybrid.checkpoint.manager import load_state, save_all_states

@@ -70,7 +70,7 @@ class ModuleWrapper(nn.Module):
         if assign:
             raise ConfigurationError(
                 "assign=True would put other tensors in the place of parameters that the optimizer "
-                "and the synchronisation hold: load before wrapping, or with assign=False"
+                "and the synchronization hold: load before wrapping, or with assign=False"
             )
         ours = {plain_name(name): name for name in self.module.state_dict()}
         renamed = {ours.get(plain_name(n), n): value for n, value in state_dict.items()}

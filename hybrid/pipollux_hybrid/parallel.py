@@ -444,7 +444,7 @@ class HybridParallel(PipelineModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients without synchronising or stepping, for loops without an adaptive loader.
+        """Keep gradients without synchronizing or stepping, for loops without an adaptive loader.
 
         As with DistributedDataParallel, the gradients of several backwards add up.
         """
@@ -479,7 +479,7 @@ class HybridParallel(PipelineModel):
         return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Pass the loss to the synchroniser, if the batch's samples count."""
+        """Pass the loss to the synchronizer, if the batch's samples count."""
         micro_step = self._batch.micro_step
         if micro_step is None or micro_step.num_samples > 0:
             self._synchronizer.note_loss(loss)

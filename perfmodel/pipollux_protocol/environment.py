@@ -210,7 +210,7 @@ ATTEMPT = Variable(
 REPLICA = Variable(
     "PIPOLLUX_REPLICA",
     Whole(0),
-    "scheduler",
+    "scheduler or user",
     "id of this replica, unique within the attempt; its rank may change",
     "the rank",
 )

@@ -161,7 +161,7 @@ def foreign_parameter(parameter: object) -> ConfigurationError:
     item = f"a parameter of shape {shape}" if shape is not None else f"a {type(parameter).__name__}"
     return ConfigurationError(
         f"the optimizer was given {item} that is not in the wrapped module, so it would neither be "
-        "synchronised nor saved: give it parameters of the module only, and have all layers in the "
+        "synchronized nor saved: give it parameters of the module only, and have all layers in the "
         "module before HybridParallel(…)"
     )
 

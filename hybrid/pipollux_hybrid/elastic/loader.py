@@ -67,7 +67,7 @@ class AdaptiveDataLoader(DataLoader[T], ElasticLoop[T]):
 
     Every sample is taken exactly once an epoch, over any stops, restarts and changes of replicas or
     batch size. Each pass of the loop body works on one atomic batch; gradients are accumulated on
-    accumulation steps and synchronised on the last one, without a change to the loop.
+    accumulation steps and synchronized on the last one, without a change to the loop.
 
     Example::
 

@@ -184,7 +184,7 @@ class MicroStep:
     num_samples: int
     """Samples of this replica that count; 0 for padding that keeps the replicas in step."""
     is_optimizer_step: bool
-    """Whether gradients are synchronised and the optimizer steps after this one."""
+    """Whether gradients are synchronized and the optimizer steps after this one."""
 
 
 @dataclass

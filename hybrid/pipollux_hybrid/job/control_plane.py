@@ -3,7 +3,7 @@
 Stopping, saving and changing the batch size must happen on every replica at the same step, or the
 next collective hangs. So at each step boundary every replica contributes one small vector, which is
 summed over the replicas: its stop request, its share of the loss, and (from rank 0 alone) whether
-to save and which configuration to use next. It is part of the all-reduce of a synchronising
+to save and which configuration to use next. It is part of the all-reduce of a synchronizing
 backward (:meth:`ControlPlane.ride`); an iteration without such a backward makes one at its end.
 
 Replicas at different points of their training loops would wait for each other forever or mix up
@@ -13,7 +13,7 @@ same step. Vectors of backwards and of boundaries have the same length, so that 
 other and report the difference.
 
 The vector has its own gloo group whatever the backend of the gradients, and costs no GPU
-synchronisation.
+synchronization.
 
 When a replica is lost, an exchange may succeed in some processes only. In a multi-process pipeline
 the processes of one replica therefore share the result
@@ -183,14 +183,14 @@ class ControlPlane:
         self._message = self._agreed = self._group = None
 
     def launch(self, message: ControlMessage, place: str = "") -> None:
-        """Send this replica's message with the next synchronising backward; ``place`` is its
+        """Send this replica's message with the next synchronizing backward; ``place`` is its
         position in the training loop, which must be equal on all replicas.
         """
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
-        """Sum a synchronising backward's numbers, of equal count, over the replicas, with the
+        """Sum a synchronizing backward's numbers, of equal count, over the replicas, with the
         launched message. ``failure`` is raised if this process's part of the backward failed.
 
         Raises:

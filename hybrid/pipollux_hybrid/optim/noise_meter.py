@@ -1,4 +1,4 @@
-"""Measures the gradient noise scale at some steps, from the results of synchronisation.
+"""Measures the gradient noise scale at some steps, from the results of synchronization.
 
 The noise changes slowly, and a measurement costs a few passes over all gradients, so it is measured
 at every step at first, for the first fit, and rarely later. The choice of steps depends only on
@@ -80,7 +80,7 @@ class NoiseMeter:
         self.prepare()
 
     def measure(self, result: SyncResult) -> None:
-        """Add the measurement of this step's synchronisation, after gradients are averaged."""
+        """Add the measurement of this step's synchronization, after gradients are averaged."""
         scaled_by, self._batch.loss_scale = self._batch.loss_scale, None
         if not self.wanted():
             return

@@ -74,7 +74,7 @@ class BufferSynchronizer:
         self._seen = self._versions()
 
     def report(self) -> list[float]:
-        """Return whether a buffer changed since the last synchronisation, and the buffers' size."""
+        """Return whether a buffer changed since the last synchronization, and the buffers' size."""
         size = float(sum(t.numel() * t.element_size() for _, t in self._buffers()))
         return [float(self._changed()), size, size * size]
 

@@ -16,7 +16,7 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class CommTimer:
-    """Times the end of each synchronising backward."""
+    """Times the end of each synchronizing backward."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._cuda = sorted({d for d in devices if d.type == "cuda"}, key=str)

@@ -29,7 +29,7 @@ from pipollux_hybrid.job.context import JobContext
 from .replica_check import tensor_digest
 
 CHECKED = 3
-"""Synchronisations that compare parameters, at the start and after replicas have joined or left."""
+"""Synchronizations that compare parameters, at the start and after replicas have joined or left."""
 ROUNDING, ROUNDING_OF_DOUBLES = 3e-4, 1e-8
 """Difference due to rounding in the first steps, relative to a tensor's norm."""
 CHUNK = 1 << 20
@@ -47,7 +47,7 @@ class _Held(NamedTuple):
 
 
 class ParameterCheck:
-    """Compares parameters between replicas in the first synchronisations of a membership.
+    """Compares parameters between replicas in the first synchronizations of a membership.
 
     ``module`` has this process's layers; ``step`` returns the optimizer step, for the message.
     """
@@ -59,7 +59,7 @@ class ParameterCheck:
 
     @property
     def due(self) -> bool:
-        """Whether the next synchronisation compares parameters."""
+        """Whether the next synchronization compares parameters."""
         return self._context.env.num_replicas > 1 and self._compared < CHECKED
 
     def stepped(self) -> None:
@@ -90,7 +90,7 @@ class ParameterCheck:
         return bool(total) and total[0] == self._context.env.num_replicas and total[1] != 0.0
 
     def end(self, *, differing: bool) -> None:
-        """End a synchronisation; raise a SynchronizationError, in all processes, if replicas are
+        """End a synchronization; raise a SynchronizationError, in all processes, if replicas are
         ``differing`` in any stage by more than rounding.
         """
         if differing:

@@ -24,7 +24,7 @@ from .parameter_hooks import NOTHING, Trained
 MOST_AHEAD = 4 << 30
 """Bytes of gradients up to which buckets are allocated ahead; more would take seconds."""
 HOLD = 20
-"""Synchronisations in which buckets wait for the end of the backward after one was late."""
+"""Synchronizations in which buckets wait for the end of the backward after one was late."""
 
 
 class Reducer:
@@ -97,7 +97,7 @@ class Reducer:
     def prepare_for_backward(
         self, trained: Trained, plan: BackwardPlan, weight: float | None
     ) -> None:
-        """Begin a backward; ``weight`` scales gradients on the wire, None: do not synchronise."""
+        """Begin a backward; ``weight`` scales gradients on the wire, None: do not synchronize."""
         self._lay_out(trained)
         self.counts = [0] * len(trained.flags)
         self._separate, self._shared = plan.num_separate, plan.shares_a_pass
@@ -145,7 +145,7 @@ class Reducer:
 
     def relaunch(self, late: Sequence[bool]) -> None:
         """Send the buckets again that were late on some replica."""
-        assert self._weight is not None  # noqa: S101  # set where backwards synchronise
+        assert self._weight is not None  # noqa: S101  # set where backwards synchronize
         for bucket, again in zip(self.buckets, late, strict=True):
             if again:
                 bucket.relaunch(self._weight)
@@ -176,7 +176,7 @@ class Reducer:
             bucket.write_back(factor, [count > 0.0 for count in here])
 
     def _launch(self, *, complete: bool) -> None:
-        assert self._weight is not None  # noqa: S101  # set where backwards synchronise
+        assert self._weight is not None  # noqa: S101  # set where backwards synchronize
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if complete and bucket.pending > 0:

@@ -1,4 +1,4 @@
-"""Measurements of one synchronisation of gradients."""
+"""Measurements of one synchronization of gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GradientTime(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncResult:
-    """Result of one synchronisation."""
+    """Result of one synchronization."""
 
     batch_size: int
     """B: samples in the averaged gradients, over all replicas and accumulation steps."""

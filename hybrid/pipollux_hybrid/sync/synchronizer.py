@@ -58,10 +58,10 @@ class GradientSynchronizer:
         control: Sums counts and flags over the replicas and tracks lost replicas.
         preconditioner: Weights of a parameter's squares in norms (Adam's geometry), or None.
         on_gradient: Called with the stage index whenever a parameter received a gradient.
-        on_finished: Called at the end of each backward, with the result if it synchronised.
+        on_finished: Called at the end of each backward, with the result if it synchronized.
         on_settled: Called before ``on_finished``: combines per-batch state of layers over replicas.
         parameters: Compares parameters between replicas in the first steps.
-        buffers: Synchronises buffers.
+        buffers: Synchronizes buffers.
         reduce_dtype: Type on the wire: None for float32 (float64 gradients: float64), or bfloat16.
         bucket_bytes: Bytes of a bucket on the wire.
         mesh: The groups of this process in a multi-process pipeline; ``stages`` then has one stage.

@@ -1,4 +1,4 @@
-"""Goodput: training progress per second, and the batch size that maximises it.
+"""Goodput: training progress per second, and the batch size that maximizes it.
 
     goodput    = throughput · efficiency                         samples per second
     throughput = R·a·(s + 1) / T_iter                            `step_time`

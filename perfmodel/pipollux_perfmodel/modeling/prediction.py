@@ -317,7 +317,7 @@ def _network_notes(model: ModelFile, predictions: Sequence[Prediction]) -> list[
         if alpha in assumed_here:
             notes.append(
                 f"Several replicas were never measured on {where}: "
-                "what synchronising them costs is assumed."
+                "what synchronizing them costs is assumed."
             )
         elif beta in assumed_here:
             notes.append(

@@ -23,7 +23,7 @@ def restage(params: PerfParams, num_stages: int) -> PerfParams:
     if num_stages == params.num_stages:
         return params
     # () means all of T_net after the backward, which for one stage equals its own share.
-    synchronised_late = params.num_stages > 1 and not params.gradient_shares
+    synchronized_late = params.num_stages > 1 and not params.gradient_shares
     return params._replace(
         forward_shares=_evenly(params.forward_shares, num_stages),
         backward_shares=_evenly(params.backward_shares, num_stages),
@@ -32,7 +32,7 @@ def restage(params: PerfParams, num_stages: int) -> PerfParams:
         alpha_t=_average(params.alpha_t, num_stages - 1),
         beta_t=_average(params.beta_t, num_stages - 1),
         checkpoint=modes_of_cut(params.checkpoint, num_stages),
-        gradient_shares=() if synchronised_late else (1 / num_stages,) * num_stages,
+        gradient_shares=() if synchronized_late else (1 / num_stages,) * num_stages,
         tied_exchange=params.tied_exchange if num_stages > 1 else 0.0,
     )
 

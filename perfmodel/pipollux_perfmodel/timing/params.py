@@ -55,11 +55,11 @@ class PerfParams(NamedTuple):
     beta_c: float
     """Seconds per sample: C(b) = alpha_c + beta_c·b."""
     alpha_n: float
-    """Seconds to synchronise two replicas on two nodes: T_net = alpha_n + beta_n·(R - 2)."""
+    """Seconds to synchronize two replicas on two nodes: T_net = alpha_n + beta_n·(R - 2)."""
     beta_n: float
     """Seconds per replica beyond two, across nodes: T_net = alpha_n + beta_n·(R - 2)."""
     alpha_r: float
-    """Seconds to synchronise two replicas on one node: T_net = alpha_r + beta_r·(R - 2)."""
+    """Seconds to synchronize two replicas on one node: T_net = alpha_r + beta_r·(R - 2)."""
     beta_r: float
     """Seconds per replica beyond two, on one node: T_net = alpha_r + beta_r·(R - 2)."""
     gamma: float

@@ -71,7 +71,7 @@ class StepTime(NamedTuple):
     accum_time: Numbers
     """T_pipe, of one accumulation step."""
     network_time: Numbers
-    """T_net, of one synchronisation of gradients."""
+    """T_net, of one synchronization of gradients."""
     optim_time: Numbers
     """T_optim, of the optimizer step: its forward, backward, synchronization and T_tie."""
     total: Numbers

@@ -134,7 +134,7 @@ class CompletionTime:
         Field(
             ge=0,
             le=MOST_TAIL,
-            description="q, the weight of late jobs. 0: minimise the average completion time; 1: "
+            description="q, the weight of late jobs. 0: minimize the average completion time; 1: "
             "the average of its square. Higher: the last jobs end sooner, most others later. "
             f"none: 0, or {SCARCE_TAIL} while any job pays a charge (`scarcity`).",
             examples=[1.0],

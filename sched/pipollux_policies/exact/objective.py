@@ -1,6 +1,6 @@
 """Objectives of the exact policy: sums over jobs, so that a knapsack finds the optimum.
 
-An objective gives every configuration of every job a gain, in any unit, and the policy maximises
+An objective gives every configuration of every job a gain, in any unit, and the policy maximizes
 the sum. A job's gain must not depend on the allocations of other jobs. `FairSpeedup` is Pollux's
 fitness: the power mean is a monotone function of the sum of the jobs' terms.
 """
@@ -45,7 +45,7 @@ class ObjectiveValue(Protocol):
 
 
 class Objective(Protocol):
-    """The objective to maximise."""
+    """The objective to maximize."""
 
     def promise(self, instance: Instance) -> Reservations:
         """Return the promises of room that come before any gain."""

@@ -49,10 +49,10 @@ class Certificate:
 
 
 class ExactPolicy:
-    """Allocates by exact optimisation.
+    """Allocates by exact optimization.
 
     Args:
-        objective: the objective to maximise; None: `CompletionTime()`. With `FairSpeedup()` the
+        objective: the objective to maximize; None: `CompletionTime()`. With `FairSpeedup()` the
             policy solves Pollux's own problem.
 
     Example:

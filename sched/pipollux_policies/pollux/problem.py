@@ -12,7 +12,7 @@ feasible if
     s[i] = base[i]                                       for every row of a pinned job
     at most one distributed job (more than one node) on any node, pinned jobs not counted
 
-and is judged by two objectives, both minimised: minus the fitness, and the cluster size.
+and is judged by two objectives, both minimized: minus the fitness, and the cluster size.
 
     fitness = (1/J · Σ_j max(v_j, floor)^p)^(1/p)         p = −1: the harmonic mean
     v_j     = speedup_j(nodes, replicas, shape) / speedup_j(fair share) · change_j

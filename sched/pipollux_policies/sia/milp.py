@@ -1,6 +1,6 @@
 """Sia's integer linear program (Subramanya et al., SOSP'23): a configuration for every job.
 
-    minimise   Σ_j [ Σ_c cost_jc · x_jc + λ_j · (1 - Σ_c x_jc) ]       x_jc in {0, 1}, p < 0
+    minimize   Σ_j [ Σ_c cost_jc · x_jc + λ_j · (1 - Σ_c x_jc) ]       x_jc in {0, 1}, p < 0
     subject to Σ_c x_jc <= 1                                           for every job j
                Σ_j Σ_c use_jc[k, t] · x_jc <= free[k, t]               nodes of kind k, resource t
                Σ_j Σ_c (nodes of jc, if several) · x_jc <= nodes[k]

@@ -89,7 +89,7 @@ class SiaPolicy:
         node_template: NodeInfo,  # noqa: ARG002  # part of every policy's signature
     ) -> tuple[dict[Any, Allocation], int]:
         """Return every job's allocation (empty: it is queued), and the present number of nodes. The
-        sum that the program minimises is never above that of the current allocations.
+        sum that the program minimizes is never above that of the current allocations.
         """
         cluster = _Cluster.of(jobs, nodes, base_allocations)
         state = ClusterState(jobs, nodes, base_allocations)

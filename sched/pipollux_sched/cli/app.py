@@ -117,7 +117,7 @@ def pipollux(
 ) -> None:
     """Train pipeline-parallel models on as many nodes as pay off.
 
-    The scheduler moves whole pipeline replicas between jobs to maximise the goodput
+    The scheduler moves whole pipeline replicas between jobs to maximize the goodput
     of the cluster, its useful training progress per second.
 
     Start with [bold]pipollux demo[/bold], then plan your own jobs:

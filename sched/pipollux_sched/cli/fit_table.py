@@ -22,9 +22,9 @@ class _Meaning(NamedTuple):
 _SECONDS = {
     "alpha_c": _Meaning("", "fixed time of a micro-batch in all stages"),
     "beta_c": _Meaning("/sample", "time of each sample of a micro-batch in all stages"),
-    "alpha_n": _Meaning("", "synchronising two replicas on several nodes"),
+    "alpha_n": _Meaning("", "synchronizing two replicas on several nodes"),
     "beta_n": _Meaning("/replica", "each replica beyond two, on several nodes"),
-    "alpha_r": _Meaning("", "synchronising two replicas on one node"),
+    "alpha_r": _Meaning("", "synchronizing two replicas on one node"),
     "beta_r": _Meaning("/replica", "each replica beyond two, on one node"),
 }
 _NUMBERS = {

@@ -261,7 +261,7 @@ class JobSpec(Spec):
     """Time that the processes of the job may run, summed over its attempts since its submission,
     without time in the queue; then the job saves and fails. None: no limit."""
     exit_codes: ExitCodesSpec = Field(
-        default=ExitCodesSpec(), description="a mapping such as {fail: [2], ignore: [75]}"
+        default=ExitCodesSpec(), description="a mapping such as {fail: [2], ignore: [99]}"
     )
     """What exit statuses of the script mean for restarts."""
     start_timeout: Duration = Field(
