@@ -8,7 +8,6 @@ sets in memory are compared when a loop over them begins.
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.job.agreement import by_value
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.warning import warn
 
 Marks: TypeAlias = dict[str, list[Any]]
 """Values of some samples: scalars, integers of arrays, and real numbers of arrays."""
@@ -81,11 +81,10 @@ class StreamCheck:
         )
         if not any(first[kind] for kind in ("singles", "integers") if kind in first):
             if self._leads:
-                warnings.warn(
+                warn(
                     f"{sentence}: if it is sharded by rank, most samples are lost, as the loader "
                     "divides them itself; if samples are only turned at random, do that in "
                     "collate_fn",
-                    stacklevel=2,
                 )
             self._compared = ["singles"]
             return

@@ -7,10 +7,10 @@ detects it.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
+
+from pipollux_hybrid.warning import warn
 
 
 class KeptGradients:
@@ -40,12 +40,11 @@ class KeptGradients:
         seen, self._versions = self._versions, {}
         if any(p.grad is None or p.grad._version != version for p, version in seen.items()):
             self._warned = True
-            warnings.warn(
+            warn(
                 "gradients were changed on an accumulation step, between backward() and "
                 "optimizer.step(), before those of the whole batch were complete: clip with "
                 "model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
                 "reset them with optimizer.zero_grad() instead of the module's",
-                stacklevel=3,
             )
 
     def _follow(self, parameter: torch.Tensor) -> None:

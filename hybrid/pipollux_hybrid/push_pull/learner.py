@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import AtServers
+from pipollux_hybrid.warning import warn
 from pipollux_perfmodel.timing.params import AUTO as AUTO_INTERVAL
 
 from .agreement import settings_of
@@ -303,13 +303,12 @@ class Learner:
             return
         self._may_warn = False
         outer = self.options.outer_optimizer
-        warnings.warn(
+        warn(
             "replicas push after every step, so that the outer optimizer with "
             f"lr={outer.lr} and momentum={outer.momentum} multiplies each step of the inner "
             f"optimizer by {outer.lr / (1 - outer.momentum):.3g} in the end, which raises the loss "
             "with optimizers such as AdamW; set outer_optimizer=OuterSGD(lr=1.0, momentum=0.0), or "
             "sync_every=25 or more",
-            stacklevel=2,
         )
 
     def _note_present(self, found: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ shard by itself (a ``DistributedSampler``, an iterable data set), and equal batc
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 from pipollux_hybrid.pipeline.unloaded import is_loaded
+from pipollux_hybrid.warning import warn
 
 
 class SameSamples:
@@ -49,11 +49,10 @@ class SameSamples:
         everyones = self._context.control.gather(torch.tensor([self._digest]))
         digests = [int(x) for x in everyones[:: self._context.env.processes_per_replica]]
         if self._context.env.leads and self._digest and len(set(digests)) == 1:
-            warnings.warn(
+            warn(
                 f"all {len(digests)} replicas train on the same samples: the batches of their "
                 "first step are equal, as a plain DataLoader gives each replica the whole data "
                 "set; use pipollux.AdaptiveDataLoader, which divides the samples, or "
                 "DataLoader(…, sampler=DistributedSampler(dataset, pipollux.num_replicas(), "
                 "pipollux.replica_rank()))",
-                stacklevel=4,
             )

@@ -67,6 +67,7 @@ def test_torchs_own_clipping_is_told(scaled: bool) -> None:
         warnings.simplefilter("always")
         ours = iteration(clipped_by_torch, num_epochs=2, scaled=scaled)
     assert [re.search(WARNING, str(each.message)) is not None for each in caught] == [True]
+    assert caught[0].filename == __file__, "it names the line of the script"
     wrong = gradients(ours)["0.weight"] - gradients(plain_iteration())["0.weight"]
     assert wrong.abs().max() > 1e-3, "it is worth a warning"
 

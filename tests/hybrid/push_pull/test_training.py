@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,7 +204,10 @@ def warned(*args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(*args)
-    return [str(one.message) for one in caught if "momentum" in str(one.message)]
+    found = [one for one in caught if "momentum" in str(one.message)]
+    folder = str(Path(__file__).parent)
+    assert all(one.filename.startswith(folder) for one in found), "it names the script's line"
+    return [str(one.message) for one in found]
 
 
 @pytest.mark.parametrize(
