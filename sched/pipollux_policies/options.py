@@ -87,7 +87,7 @@ def _option(name: str, default: Any, hint: Any) -> Option:
     types = get_args(kind)
     optional = NoneType in types
     base = next(one for one in types if one is not NoneType) if optional else kind
-    allowed = field.title or KINDS[get_origin(base) or base] + _bounds(field)
+    allowed = field.title or _allowed(get_origin(base) or base, field)
     return Option(
         name=name,
         default=default,
@@ -98,7 +98,7 @@ def _option(name: str, default: Any, hint: Any) -> Option:
     )
 
 
-def _bounds(field: FieldInfo) -> str:
+def _allowed(kind: Any, field: FieldInfo) -> str:
     found = {
         name: getattr(one, name)
         for one in field.metadata
@@ -106,9 +106,10 @@ def _bounds(field: FieldInfo) -> str:
         if getattr(one, name, None) is not None
     }
     if found.keys() == {"ge", "le"}:
-        return f" between {found['ge']:g} and {found['le']:g}"
+        return f"{KINDS[kind]} between {found['ge']:g} and {found['le']:g}"
+    unbounded = kind is float and not found.keys() & {"le", "lt"}
     words = " and ".join(f"{BOUNDS[name]} {value:g}" for name, value in found.items())
-    return f" {words}" if words else ""
+    return f"{'a finite number' if unbounded else KINDS[kind]} {words}".rstrip()
 
 
 def checked(init: Init) -> Init:

@@ -331,5 +331,7 @@ def test_a_long_job_of_likely_length_is_not_much_later(stream: tuple[float, floa
 
 @pytest.mark.parametrize("fairness", [0.9, float("inf"), float("nan")])
 def test_a_promise_is_a_factor_of_at_least_1(fairness: float) -> None:
-    with pytest.raises(ValueError, match=r"fairness: .* must be a number at least 1, or none"):
+    with pytest.raises(
+        ValueError, match=r"fairness: .* must be a finite number at least 1, or none"
+    ):
         CompletionTime(fairness=fairness)

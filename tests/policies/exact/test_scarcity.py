@@ -124,5 +124,5 @@ def test_late_jobs_count_more_where_a_type_is_scarce(slow: Sequence[float], tail
 
 @pytest.mark.parametrize("scarcity", [-0.1, float("nan")])
 def test_a_charge_is_a_share_of_at_least_0(scarcity: float) -> None:
-    with pytest.raises(ValueError, match=r"scarcity: .* must be a number at least 0"):
+    with pytest.raises(ValueError, match=r"scarcity: .* must be a finite number at least 0"):
         CompletionTime(scarcity=scarcity)
