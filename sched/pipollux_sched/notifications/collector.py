@@ -79,7 +79,9 @@ class Collector:
             return False
         events = self._store.events(self._cursor, types=_TYPES, limit=_BATCH)
         more = len(events) == _BATCH
-        cursor = events[-1]["id"] if more else max(newest, self._cursor)
+        last = events[-1]["id"] if events else 0
+        # Also past events that were logged after `newest` was read, or they would be found again.
+        cursor = last if more else max(newest, last)
         found = self._notifications(events)
         if events or cursor - self._stored > _WITHOUT_TYPES:
             records.collect(cursor, found)

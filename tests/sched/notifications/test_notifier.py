@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from email import message_from_string
+from typing import Any
 
 import pytest
 
@@ -184,6 +185,25 @@ def test_events_before_a_channel_are_not_sent(outbox: Outbox, receiver: Receiver
     assert {one.label for one in outbox.store.notifications.recent(9)} == {
         "channel ops (webhook 127.0.0.1)"
     }
+
+
+def test_an_event_that_is_logged_while_events_are_read_is_sent_once(
+    outbox: Outbox, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        outbox.submit(name, hook(receiver))
+    outbox.end("first")
+    read = outbox.store.events
+
+    def events(*args: Any, **options: Any) -> list[dict[str, Any]]:
+        monkeypatch.undo()
+        outbox.end("second")
+        return read(*args, **options)
+
+    monkeypatch.setattr(outbox.store, "events", events)
+    outbox.deliver()
+    outbox.deliver()
+    assert sorted(one.data["data"]["job"] for one in receiver.requests) == ["first", "second"]
 
 
 def test_teams(outbox: Outbox, receiver: Receiver) -> None:
