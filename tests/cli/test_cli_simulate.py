@@ -181,8 +181,8 @@ def test_lines_of_libraries_do_not_get_into_the_output() -> None:
         (["pipelines.csv", "--interval", "0"], "interval: 0.0 must be above 0"),
         (
             ["pipelines.csv", "-p", "exact:tail=1,fairness=0.5,fifo"],
-            "policy: exact:fairness=0.5 is invalid; fairness must be a finite number at least 1, or none; "
-            "write, for example, exact:fairness=1.25",
+            "policy: exact:fairness=0.5 is invalid; fairness must be a finite number at least 1, "
+            "or none; write, for example, exact:fairness=1.25",
         ),
         (
             ["pipelines.csv", "--rescale-seconds", "31"],
