@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ class Submission:
 def take_in(session: Session, submissions: Sequence[Submission], now: float) -> list[Change]:
     """Store new jobs, and restart failed or cancelled ones: see `Store.submit_all`."""
     names = [entry.name for entry in submissions]
-    rows = check_free(session, {entry.name: entry.spec for entry in submissions})
+    own = {entry.trial.sweep for entry in submissions if entry.trial is not None}
+    rows = check_free(session, {entry.name: entry.spec for entry in submissions}, own)
     _check_kinds(session, submissions, rows)
     for entry in submissions:
         row = rows.get(entry.name)
@@ -81,13 +82,18 @@ def take_in(session: Session, submissions: Sequence[Submission], now: float) -> 
     return changes
 
 
-def check_free(session: Session, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, JobRow]:
-    """Return the failed jobs with the names of new ones; raise the errors of `take_in`."""
+def check_free(
+    session: Session, specs: Mapping[str, Mapping[str, Any]], own: Collection[str] = ()
+) -> dict[str, JobRow]:
+    """Return the failed jobs with the names of new ones; raise the errors of `take_in`.
+
+    ``own`` are sweeps of which the jobs are trials.
+    """
     names = list(specs)
     rows = {row.name: row for row in session.scalars(select(JobRow).where(JobRow.name.in_(names)))}
     deletion.check_free(session, names)
     _check_free([rows[name] for name in names if name in rows and rows[name].phase != "Failed"])
-    check_submit_limits(session, list(specs.values()))
+    check_submit_limits(session, list(specs.values()), own)
     return rows
 
 

@@ -89,8 +89,14 @@ class TeamRecords:
                 journal.log(session, self._clock(), "notice", job, None, data)
 
 
-def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `TeamFullError` for jobs with which a team would exceed its `max_submit_jobs`."""
+def check_submit_limits(
+    session: Session, specs: Iterable[Mapping[str, Any]], sweeps: Iterable[str] = ()
+) -> None:
+    """Raise `TeamFullError` for jobs with which a team would exceed its `max_submit_jobs`.
+
+    The jobs of trials of ``sweeps`` take the places of these, so that a sweep that was accepted
+    can always run one trial.
+    """
     found = _get(session, _TEAMS)
     if found is None or all(team.get("max_submit_jobs") is None for team in found["teams"]):
         return
@@ -102,7 +108,7 @@ def check_submit_limits(session: Session, specs: Iterable[Mapping[str, Any]]) ->
     limits = {t.name: t.max_submit_jobs for t in teams.teams if t.name in more}
     if all(limit is None for limit in limits.values()):
         return
-    has = _unfinished(session, teams, [owner.name for owner in owners])
+    has = _unfinished(session, teams, [*(owner.name for owner in owners), *sweeps])
     for team, limit in limits.items():
         if limit is not None and has[team] + more[team] > limit:
             these = "this one is" if more[team] == 1 else f"these are {more[team]}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipollux_sched.lifecycle import Cancel
 from pipollux_sched.spec.job import JobSpec
-from pipollux_sched.store import Store, Submission, TeamFullError
+from pipollux_sched.store import Store, Submission, TeamFullError, TrialRecord
 
 TEAMS = {
     "teams": [{"name": "vision", "max_submit_jobs": 7, "users": ["ana"]}, {"name": "text"}],
@@ -53,3 +54,20 @@ def test_what_counts_is_what_is_unfinished_and_the_teams_own(store: Store) -> No
     # One that only names what it counts to anyway is no more than before.
     assert store.teams.move("j1", "vision").spec["team"] == "vision"
     assert [event["team"] for event in store.events(types=["updated"])] == ["vision", "vision"]
+
+
+def test_a_sweep_that_fills_its_team_can_run_a_trial(store: Store) -> None:
+    store.teams.set_spec({"teams": [{"name": "vision", "max_submit_jobs": 1}]})
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "error"}
+    store.submit_all([submission("rates", team="vision", args=["{lr}"], sweep=sweep)])
+
+    def trial(number: int) -> Submission:
+        record = TrialRecord("rates", number, {"lr": 0.1})
+        return replace(submission(f"rates-{number}", team="vision"), trial=record)
+
+    store.submit_all([trial(0)])
+    for more in (trial(1), submission("other", team="vision")):
+        with pytest.raises(TeamFullError, match=r"may have 1 .*, has [12], and this one is more"):
+            store.submit_all([more])
+    store.transition("rates-0", Cancel())
+    store.submit_all([trial(1)])
