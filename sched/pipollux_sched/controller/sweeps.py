@@ -115,24 +115,26 @@ class SweepLoop:
                 for index, parameters in enumerate(proposals)
             ]
         try:
-            self._start(sweep, waiting)
+            team_full = not self._start(sweep, waiting)
         except (SpecError, ConflictError) as error:
             # Of the trials that cannot start, the first one speaks for all.
             why = f"A trial cannot start: {error}"
             self._handle(sweep.name, SweepEnded(complete=False, message=why))
             return
-        self._tell(sweep, spec.sweep)
+        self._tell(sweep, spec.sweep, team_full=team_full)
 
-    def _start(self, sweep: JobRecord, trials: Sequence[TrialRecord]) -> None:
-        """Submit jobs for trials, as many as the sweep's team may have."""
+    def _start(self, sweep: JobRecord, trials: Sequence[TrialRecord]) -> bool:
+        """Submit jobs for trials; return whether the sweep's team may have all of them."""
         if not trials:
-            return
+            return True
         try:
             self._submit(sweep, trials)
         except TeamFullError:
             with suppress(TeamFullError):
                 for trial in trials if len(trials) > 1 else ():
                     self._submit(sweep, [trial])
+            return False
+        return True
 
     def end_trials(self, sweep: str, event: Event) -> None:
         """Apply an event to the jobs of a sweep's trials that have not ended."""
@@ -171,7 +173,7 @@ class SweepLoop:
         most = sweep.most_unfinished(slots, spec.num_stages, spec.min_replicas)
         return max(most - sum(t.state is TrialState.UNFINISHED for t in trials), 0)
 
-    def _tell(self, sweep: JobRecord, spec: SweepSpec) -> None:
+    def _tell(self, sweep: JobRecord, spec: SweepSpec, *, team_full: bool) -> None:
         """Store the progress of a sweep as its message, or its end."""
         states = self._store.sweeps.counts(sweep.name).get(sweep.name, {})
         ended = sum(number for state, number in states.items() if state.ended)
@@ -180,7 +182,8 @@ class SweepLoop:
         if ended < spec.num_trials:
             runs = states.get(TrialState.UNFINISHED, 0)
             message = (
-                f"{ended} of {count(spec.num_trials, 'trial')} ended, {runs} in progress{told}."
+                f"{ended} of {count(spec.num_trials, 'trial')} ended, {runs} in progress{told}"
+                f"{'; more wait, as its team has reached max_submit_jobs' * team_full}."
             )
             if message != sweep.state.message or sweep.phase is not Phase.RUNNING:
                 self._handle(sweep.name, SweepProgress(message))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipollux_sched.controller.sweeps import SweepLoop
 from pipollux_sched.lifecycle import Cancel
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store, Submission, TeamFullError, TrialRecord
@@ -58,14 +60,19 @@ def test_what_counts_is_what_is_unfinished_and_the_teams_own(store: Store) -> No
 
 def test_a_sweep_that_fills_its_team_can_run_a_trial(store: Store) -> None:
     store.teams.set_spec({"teams": [{"name": "vision", "max_submit_jobs": 1}]})
-    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "error"}
+    sweep = {"grid": {"lr": [0.1, 0.2]}, "metric": "error", "max_parallel": 2}
     store.submit_all([submission("rates", team="vision", args=["{lr}"], sweep=sweep)])
 
     def trial(number: int) -> Submission:
         record = TrialRecord("rates", number, {"lr": 0.1})
         return replace(submission(f"rates-{number}", team="vision"), trial=record)
 
-    store.submit_all([trial(0)])
+    def submit(_: object, trials: Sequence[TrialRecord]) -> None:
+        store.submit_all([trial(record.number) for record in trials])
+
+    SweepLoop(store, submit, store.transition).step()
+    full = "0 of 2 trials ended, 1 in progress; more wait, as its team has reached max_submit_jobs."
+    assert store.job("rates").state.message == full
     for more in (trial(1), submission("other", team="vision")):
         with pytest.raises(TeamFullError, match=r"may have 1 .*, has [12], and this one is more"):
             store.submit_all([more])
