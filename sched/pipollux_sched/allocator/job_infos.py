@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,8 @@ def job_info(
     num_rescales: int = 0,
     attained_service: float = 0.0,
     num_stages: int | None = None,
+    trained_on: Sequence[str] = (),
+    trained_seconds: float = 0.0,
     teams: TeamsSpec | None = None,
     history: LengthHistory | None = None,
     has_trained: bool = True,
@@ -134,6 +137,8 @@ def job_info(
         num_rescales: number of elastic resizes so far.
         attained_service: slot-seconds it has used.
         num_stages: its current K, which is always one of its shapes; None: it does not run.
+        trained_on: the nodes of the replicas that have trained since the hints.
+        trained_seconds: for how long they have.
         teams: determine its team and priority; None: there are no teams.
         history: completed jobs, for an estimate of its length; None: no estimate.
         has_trained: whether the hints are its own, not inherited.
@@ -163,12 +168,34 @@ def job_info(
         attained_service=attained_service,
         mean_jobs=mean_jobs,
         allowed_replicas=spec.max_replicas,
-        **length_of(spec, hints, own, history, has_trained=has_trained, relatives=relatives),
+        **length_of(
+            spec,
+            hints,
+            own,
+            history,
+            has_trained=has_trained,
+            relatives=relatives,
+            work_since=trained_seconds
+            and trained_seconds
+            * _rate(said.speedups.get(num_stages or spec.num_stages), trained_on),
+        ),
         requested_replicas=spec.requested_replicas,
         team="" if teams is None else teams.team_of(spec),
         priority=priority,
         preempts=preempts,
     )
+
+
+def _rate(speedup_fn: SpeedupFunction | None, allocation: Sequence[str]) -> float:
+    """Return the speedup of an allocation; 0: unknown."""
+    if speedup_fn is None or not allocation:
+        return 0.0
+    return _cached_rate(speedup_fn, len(set(allocation)), len(allocation))
+
+
+@lru_cache(maxsize=8192)
+def _cached_rate(speedup_fn: SpeedupFunction, num_nodes: int, num_replicas: int) -> float:
+    return float(speedup_fn(num_nodes, num_replicas))
 
 
 def hints_worth(

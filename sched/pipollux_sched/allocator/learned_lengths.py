@@ -89,16 +89,23 @@ def length_of(
     *,
     has_trained: bool = True,
     relatives: Sequence[float] = (),
+    work_since: float = 0.0,
 ) -> dict[str, Any]:
     """Return the estimate of a job's remaining training, as fields of `JobInfo`.
 
     Implausible `hints` are left out; without `has_trained` they are inherited. `own` is the speedup
     of its own shape, `relatives` are declared numbers of samples of other jobs of its family.
+
+    `work_since` is what the job has trained since the hints, in seconds of one replica. Without it
+    a job that was just stopped, whose hints are new, would seem to be ahead of those that run.
     """
     if hints is None or not isinstance(own, SpeedupFunction) or not own.base_goodput > 0:
         return {}
     trained = hints.trained_samples if has_trained else 0.0
     left, goodput = hints.remaining_samples, own.base_goodput
+    since = work_since * goodput if left is None else min(work_since * goodput, left)
+    left = None if left is None else left - since
+    trained = None if trained is None else trained + since
     told = {} if left is None else {"remaining_work": left / goodput}
     if trained is not None:
         told["work_done"] = trained / goodput

@@ -39,6 +39,8 @@ from .learned_lengths import LearnedLengths, declared_lengths, family_name
 from .strategy import SchedulableJob
 
 _LOG = logging.getLogger(__name__)
+MOST_UNREPORTED = 300.0
+"""Seconds of training after its last hints for which a job is assumed to have made progress."""
 _READING = threading.Lock()
 _READERS: WeakKeyDictionary[Store, SnapshotReader] = WeakKeyDictionary()
 """The readers of `Snapshot.read`, so that the next call parses only changes."""
@@ -114,7 +116,7 @@ class SnapshotReader:
         unended = store.jobs(unfinished=True)
         jobs = [job for job in unended if not (job.state.waits_for or job.is_sweep)]
         shares = _shares(unended)
-        unfinished = mean_jobs(store, jobs, self._clock())
+        unfinished, moments = mean_jobs(store, jobs, self._clock()), store.hint_moments()
         teams, history = stored_teams(store), self._lengths.read()
         notices, now = {} if teams is None else store.teams.notices(), self._clock()
         overdue = {name for name, due in notices.items() if due <= now}
@@ -147,6 +149,8 @@ class SnapshotReader:
                 attained_service=service.get(name, 0.0),
                 mean_jobs=unfinished.get(name),
                 num_stages=job.state.num_stages if job.state.assigned else None,
+                trained_on=job.state.running_on,
+                trained_seconds=_seconds_since_hints(job.state, moments.get(name), now),
                 teams=teams,
                 history=history,
                 has_trained=believed is not None,
@@ -270,6 +274,14 @@ def is_pinned(state: JobState) -> bool:
     if state.membership.change is not None:
         return True
     return bool(state.running_on) and not state.training
+
+
+def _seconds_since_hints(state: JobState, moment: tuple[int, float] | None, now: float) -> float:
+    """Return for how long a job has trained since its last hints; at most `MOST_UNREPORTED`."""
+    attempt, told_at = moment or (0, now)
+    if not state.training or attempt != state.attempt:  # others are of the end of an attempt
+        return 0.0
+    return min(max(now - told_at, 0.0), MOST_UNREPORTED)
 
 
 def _may_be_ended(state: JobState) -> bool:

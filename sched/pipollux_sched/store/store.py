@@ -244,6 +244,13 @@ class Store:
         with self._database.read() as session:
             return {row[0]: row[1] for row in session.execute(unfinished)}
 
+    def hint_moments(self) -> dict[str, tuple[int, float]]:
+        """Return the attempt and the time of the latest hints of the jobs that have not ended."""
+        query = select(HintsRow.job, HintsRow.attempt, HintsRow.time)
+        unfinished = query.where(attempts.among_jobs(HintsRow.job, unfinished=True))
+        with self._database.read() as session:
+            return {row[0]: (row[1], row[2]) for row in session.execute(unfinished)}
+
     def hint_text(self, name: str) -> str | None:
         """Return the latest hints of a job, also of an ended one, as unparsed JSON."""
         query = select(cast(HintsRow.hints, String)).where(HintsRow.job == name)

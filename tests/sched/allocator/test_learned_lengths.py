@@ -10,10 +10,11 @@ from pipollux_perfmodel import SchedHints, SpeedupFunction
 from pipollux_policies import LengthHistory
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.learned_lengths import LearnedLengths
-from pipollux_sched.allocator.snapshot import SnapshotReader
-from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Started
+from pipollux_sched.allocator.snapshot import MOST_UNREPORTED, SnapshotReader
+from pipollux_sched.lifecycle import Allocate, Exited, Outcome, Resume, Started, Suspend
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import Store
+from tests.cli.kept import point
 from tests.sched.store.stores import Clock, on_each_database
 
 HINTS: dict[str, Any] = {
@@ -113,6 +114,25 @@ def test_one_that_waits_is_as_long_as_others_say_that_are_at_work(store: Store) 
     assert left["bert-2"] == (pytest.approx(900.0 / goodput()),), "its own word counts"
     waiting(store, "bert-long", hints={**HINTS, "remainingSamples": 5000.0})
     assert lengths(store)["bert-long"] == (pytest.approx(5000.0 / goodput()),)
+
+
+@on_each_database
+def test_what_a_job_has_trained_since_its_hints_counts(store: Store, clock: Clock) -> None:
+    """One replica makes a second of work per second; a stopped job is where its hints say."""
+    for name in ("runs", "stops", "starts"):
+        run(store, name, {"remainingSamples": 7e4, "trainedSamples": 100.0}, end=False)
+        if name != "starts":
+            store.add_report(name, 1, [point(1, clock.now)])
+    store.transition("stops", Suspend())
+    store.transition("stops", Exited(1, Outcome.STOPPED, step=9, epoch=0))
+    store.transition("stops", Resume())
+    whole = 7e4 / goodput()
+    for elapsed, trained in ((20.0, 20.0), (980.0, MOST_UNREPORTED)):
+        clock.now += elapsed
+        snapshot = SnapshotReader(store, restart_seconds=30.0, clock=clock).read()
+        left = {job.name: job.info.likely_work for job in snapshot.candidates}
+        assert left["runs"] == pytest.approx((whole - trained,))
+        assert left["stops"] == left["starts"] == pytest.approx((whole,))
 
 
 def test_each_job_is_read_once(store: Store, clock: Clock) -> None:

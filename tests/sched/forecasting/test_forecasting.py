@@ -50,6 +50,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
         train(store, "first", remaining=7000.0)
         submit(store, "second", hints={**HINTS, "remainingSamples": 1400.0, "trainedSamples": 0})
         clock.now += 600
+        tell_hints(store, "first", remaining=7000.0)
         yield store
 
 
@@ -70,6 +71,10 @@ def train(store: Store, name: str, *, remaining: float) -> None:
     store.transition(name, Allocate(["n"], "it is free"))
     store.transition(name, Started(1, ("4711",)))
     store.add_report(name, 1, [point(1, store._clock())])
+    tell_hints(store, name, remaining=remaining)
+
+
+def tell_hints(store: Store, name: str, *, remaining: float) -> None:
     store.put_hints(name, 1, {**HINTS, "remainingSamples": remaining, "trainedSamples": 100.0})
 
 
