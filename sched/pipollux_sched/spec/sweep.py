@@ -103,6 +103,8 @@ class SearchRange(_Part):
             if (self.low, self.high, self.step, self.log) != (None, None, None, False):
                 raise problem_at(("choices",), "excludes low, high, log and step; leave those out")
             return self
+        if "choices" in self.model_fields_set and self.low is None and self.high is None:
+            raise problem_at(("choices",), "is empty; give at least one value")
         if self.low is None or self.high is None:
             raise problem_at(
                 ("low",) if self.low is None else ("high",),
@@ -159,9 +161,9 @@ class SweepSpec(_Part):
     the mean of `pipollux.report(loss=…)` in each epoch."""
     direction: Literal["minimize", "maximize"] = "minimize"
     """Whether small or large values of the metric are better."""
-    max_parallel: int | None = Field(default=None, ge=1, description="a whole number")
+    max_parallel: int | None = Field(default=None, ge=1)
     """Largest number of unfinished trials; none: as many as fit on the cluster's slots."""
-    max_replicas: int | None = Field(default=None, ge=1, description="a whole number")
+    max_replicas: int | None = Field(default=None, ge=1)
     """Largest number of replicas of all trials together; none: unlimited."""
 
     @model_validator(mode="after")

@@ -203,6 +203,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["image: 3"], '4: jobs[0].image: 3 is not allowed; it must be a text: write it in quotes, "3"'),
         (["image: train", "working_dir: data"], "5: jobs[0].working_dir: 'data' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
         (["image: train", "checkpoint_dir: ~/kept"], "5: jobs[0].checkpoint_dir: '~/kept' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
+        (["hints: {initBatchSize: abc}"], "4: jobs[0].hints: initBatchSize is 'abc'; it must be a whole number"),
+        (["hints: {remainingSamples: -4}"], "4: jobs[0].hints: remainingSamples is -4; it must be at least 0"),
+        (["exit_codes: {fail: [300]}"], "4: jobs[0].exit_codes.fail[0]: 300 is not allowed; it must be a whole number from 1 to 255"),
+        (["exit_codes: {fail: [0]}"], "4: jobs[0].exit_codes.fail[0]: 0 is not allowed; it must be a whole number from 1 to 255"),
+        (["requested_replicas: 0"], "4: jobs[0].requested_replicas: 0 is not allowed; it must be a whole number of at least 1"),
+        (["after: [3]"], "4: jobs[0].after[0]: 3 is not allowed; it must be a mapping of fields"),
         (["hints: 7"], "4: jobs[0].hints: must be a mapping, as in {initBatchSize: 64}"),
     ],
 )  # fmt: skip
