@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, SecretStr
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 _NUMBERS = {int: "a whole number", float: "a number"}
@@ -38,11 +38,14 @@ class Spot(NamedTuple):
         return [inner for one in parts for inner in one.members]
 
     @property
-    def is_bounded_as_written(self) -> bool:
-        """Whether bounds are in the unit of the data: sizes and durations are read before."""
-        return not any(
-            isinstance(item, BeforeValidator) for one in self.members for item in one.metadata
-        )
+    def bounds(self) -> dict[str, Any]:
+        """Bounds of the value or of its length, by pydantic's names such as ge."""
+        return {
+            name: getattr(item, name)
+            for item in self.metadata
+            for name in ("ge", "gt", "le", "lt", "min_length", "max_length")
+            if getattr(item, name, None) is not None
+        }
 
     def inside(self, step: int | str) -> Spot | None:
         """Return the value at a step of a location; None: not known."""
@@ -112,12 +115,7 @@ def _is_bool(spot: Spot) -> bool:
 
 def _spell(spot: Spot) -> str:
     kind, origin = spot.annotation, get_origin(spot.annotation)
-    bounds = {
-        name: getattr(item, name)
-        for item in spot.metadata
-        for name in ("ge", "gt", "le", "lt", "min_length", "max_length")
-        if getattr(item, name, None) is not None
-    }
+    bounds = spot.bounds
     if is_model(kind):
         return "a mapping of fields"
     if origin is Literal:

@@ -101,9 +101,6 @@ def _text(model: type[BaseModel], where: Location, details: ErrorDetails, raw: s
             text = spell_value(value) if raw is None else raw
             shown = spell_value(value) if value is None else text
             return f'{shown} is not allowed; it must be a text: write it in quotes, "{text}"'
-        case kind if kind in _OUT_OF_BOUNDS and where.spot is not None:
-            if where.spot.is_bounded_as_written:
-                return _refused(where, value, where.spot.spell())
         case kind if not kind.endswith(("_type", "_from_float")) and kind not in _FORMS:
             return _refused(where, value, expected(details))
     return _refused(where, value, _allowed(model, where))
@@ -145,11 +142,11 @@ _KINDS = {
     "model": "a mapping",
     "finite": "a finite number",
 }
-_OUT_OF_BOUNDS = {
-    *("greater_than_equal", "greater_than", "less_than_equal", "less_than"),
-    *("too_short", "too_long", "string_too_short", "string_too_long"),
+_FORMS = {
+    *("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number"),
+    *("too_short", "too_long", "string_too_short", "string_too_long", "string_pattern_mismatch"),
 }
-_FORMS = {*_OUT_OF_BOUNDS, "string_pattern_mismatch"}
+"""Errors about a value of the right type."""
 
 
 def _refused(where: Location, value: Any, allowed: str) -> str:

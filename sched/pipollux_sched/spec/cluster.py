@@ -147,7 +147,9 @@ class ClusterSpec(Spec):
     nodes: List[NodeSpec] = Field(description="a list of nodes")
     """The nodes; at least one. Those of `cpu_slots` are added."""
     levels: List[LevelName] = Field(
-        default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
+        default=(),
+        max_length=MAX_LEVELS - 1,
+        description=f"a list of at most {MAX_LEVELS - 1} names, as in [zone, rack]",
     )
     """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
     name in different wider domains differ. None: all nodes are equally close."""

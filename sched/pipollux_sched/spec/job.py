@@ -210,7 +210,9 @@ class JobSpec(Spec):
     """Smallest number of replicas; with less room the job waits in the queue."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
     """Largest number of replicas."""
-    requested_replicas: Count | None = None
+    requested_replicas: Count | None = Field(
+        default=None, description="a whole number of at least 1"
+    )
     """Number of replicas under policies with fixed sizes, such as FIFO; none: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
     """GPU type that the job requires; none: any."""

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from pipollux_perfmodel import SchedHints
 from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
-from pipollux_sched.spec.job import JobSpec, SpecError, load_jobs, parse_job
+from pipollux_sched.spec.job import JobBatch, JobSpec, SpecError, load_jobs, parse_job
 from pipollux_sched.spec.script import resolve_script, with_script_found
+from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.tokens import NewToken
+from pipollux_utils.allowed_values import Spot
 from pipollux_utils.validation import closest
 from tests.extent import examples
 
@@ -216,6 +222,32 @@ def test_a_wrong_job_is_refused_in_one_sentence(
     tmp_path: Path, lines: list[str], complaint: str
 ) -> None:
     assert jobs_error(tmp_path, *lines) == "jobs.yaml:" + complaint
+
+
+def models_of(spot: Spot) -> Iterator[type[BaseModel]]:
+    """The model of a value, and those of the values in it."""
+    model = spot.model
+    if model is not None:
+        yield model
+        for name, field in model.model_fields.items():
+            inside = spot.inside(field.alias or name)
+            assert inside is not None
+            yield from models_of(inside)
+    elif (entry := spot.inside(0)) is not None:
+        yield from models_of(entry)
+
+
+@pytest.mark.parametrize("model", [JobBatch, ClusterSpec, TeamsSpec, NewToken])
+def test_descriptions_name_the_bounds_of_their_fields(model: type[BaseModel]) -> None:
+    """A message about a value out of bounds would say that it is allowed otherwise."""
+    for inner in models_of(Spot(model)):
+        for name, field in inner.model_fields.items():
+            spot = Spot(inner).inside(name)
+            if spot is None or not field.description or inner is SchedHints:
+                continue
+            for one in spot.members:
+                for bound, value in one.bounds.items():
+                    assert str(value) in field.description, (inner, name, bound)
 
 
 def test_hints_are_named_with_key_and_value(tmp_path: Path) -> None:

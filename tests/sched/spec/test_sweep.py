@@ -85,7 +85,7 @@ def test_a_trial_is_a_job_with_its_parameters(tmp_path: Path) -> None:
         ("{grid: {a: [[1]]}}", "a[0]: [1] is not allowed; it must be a number, a text, true or f"),
         ("{grid: {a: [1]}, max_parallel: 0}", "it must be a whole number of at least 1"),
         ("{grid: {a: [1]}, max_replicas: x}", "it must be a whole number of at least 1"),
-        ("{grid: {a: [1]}, metric: ''}", "it must be a text of 1 to 100 characters"),
+        ("{grid: {a: [1]}, metric: ''}", "it must be a name of 1 to 100 characters"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, sweep: str, complaint: str) -> None:
