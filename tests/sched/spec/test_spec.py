@@ -328,7 +328,7 @@ def test_what_is_no_reference_to_an_image(image: str) -> None:
 
 
 def test_a_job_has_a_script_or_an_image(tmp_path: Path) -> None:
-    says = "script: is missing; give the path of a Python script, or as image a reference such as registry.example/train:2.1"
+    says = "script: is missing; give the path of a Python script, or instead a module such as package.train, a command or an image"
     for data in ({"name": "a"}, {"name": "a", "script": None, "image": None}):
         with pytest.raises(SpecError) as caught:
             parse_job(data)
