@@ -61,7 +61,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     (cli.folder / "alone.yaml").write_text(yaml.safe_dump(alone))
     assert cli("submit", "alone.yaml").returncode == 0  # it goes on again
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
-    assert "no job is named 'nobody'; there are short, long" in one_sentence(
+    assert "no job is named 'nobody'; there are short and long" in one_sentence(
         cli("cancel", "nobody"), 1
     )
 
