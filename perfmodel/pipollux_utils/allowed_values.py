@@ -55,12 +55,13 @@ class Spot(NamedTuple):
             return field and _spot_of_field(field)
         for one in self.members:
             origin, args = get_origin(one.annotation), get_args(one.annotation)
-            if args and isinstance(origin, type) and issubclass(origin, Mapping):
+            if not (args and isinstance(origin, type)):
+                continue
+            if issubclass(origin, Mapping):
                 return spot_of(args[1])
-            if args and isinstance(origin, type) and issubclass(origin, Sequence):
+            if issubclass(origin, Sequence) and isinstance(step, int):
                 fixed = origin is tuple and args[-1] is not Ellipsis
-                index = step if fixed and isinstance(step, int) and step < len(args) else 0
-                return spot_of(args[index])
+                return spot_of(args[step if fixed and step < len(args) else 0])
         return None
 
     def spell(self) -> str:
@@ -158,8 +159,8 @@ def locate(model: type[BaseModel], steps: Sequence[int | str]) -> Location:
     place: list[int | str] = []
     in_member = False
     for step in steps:
-        if step == "[key]":  # of the mapping's entry, which is named by the step before
-            continue
+        if step == "[key]" and spot is not None and spot.inside(step) is None:
+            continue  # the step before is the key; a mapping may also have a key of this name
         if spot is not None and len(spot.members) > 1 and not in_member:
             in_member = True
             continue

@@ -184,6 +184,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["args: --lr 3"], '4: jobs[0].args: "--lr 3" is not allowed; it must be a list of texts'),
         (["environment: {KEY: 0123456}"], "4: jobs[0].environment.KEY: a number is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: [hunter2]}"], "4: jobs[0].environment.KEY: a list is not allowed; it must be a text"),
+        (["environment: {'[key]': 1}"], "4: jobs[0].environment.[key]: a number is not allowed; it must be a text: write it in quotes"),
+        (["sweep: {grid: {1a: [1]}}"], "4: jobs[0].sweep.grid.1a: '1a' is not the name of a parameter; use letters, digits and '_', and no digit at the beginning"),
         (["environment: {KEY: yes}"], "4: jobs[0].environment.KEY: true or false is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: 2024-01-31}"], "4: jobs[0].environment.KEY: a date is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: }"], "4: jobs[0].environment.KEY: an empty value is not allowed; it must be a text: write it in quotes"),
