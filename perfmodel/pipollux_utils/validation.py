@@ -9,12 +9,12 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from .allowed_values import Location, locate
 from .text import clean
 
 Place = tuple[int | str, ...]
@@ -64,58 +64,98 @@ def problems(
     values of fields with ``repr=False``, which may be secret. `written` returns the value at a
     location as written in its file; None: not in a file, or not a single value.
     """
-    found: list[Problem] = []
+    found: dict[Problem, None] = {}  # each once: pydantic has an error for each type of a union
     missing: list[Problem] = []
     guessed: set[Place] = set()
     for details in errors:
-        place: Place = tuple(details["loc"])
+        inside: Place = details.get("ctx", {}).get("place", ())
+        where = locate(model, (*details["loc"], *inside))
+        place = where.place
         if details["type"] == "missing":
-            missing.append(Problem(place, "is missing; give " + _allowed(model, place)))
+            missing.append(Problem(place, "is missing; give " + _allowed(model, where)))
             continue
         if details["type"] == "extra_forbidden":
             guess = closest(str(place[-1]), _known_fields(model, place[:-1]))
             if guess:
                 guessed.add((*place[:-1], guess))
-        place += details.get("ctx", {}).get("place", ())
-        found.append(Problem(place, _text(model, place, details, written(place))))
-    return found + [problem for problem in missing if problem.place not in guessed]
+        found[Problem(place, _text(model, where, details, written(place)))] = None
+    return [*found, *(problem for problem in missing if problem.place not in guessed)]
 
 
-def _text(model: type[BaseModel], place: Place, details: ErrorDetails, written: str | None) -> str:
-    context = details.get("ctx", {})
+def _text(model: type[BaseModel], where: Location, details: ErrorDetails, raw: str | None) -> str:
+    context, value = details.get("ctx", {}), details["input"]
     match details["type"]:
         case "extra_forbidden":
-            return _unknown_field(str(place[-1]), _known_fields(model, place[:-1]))
+            return _unknown_field(str(where.place[-1]), _known_fields(model, where.place[:-1]))
         case "value_error":
             return str(context["error"])
         case "placed":
             return str(context["text"])
         case "invalid_key":
-            return f"the field {spell_value(place[-1])} is not a text; put it in quotes"
-        case "greater_than_equal" | "less_than_equal" | "literal_error" | "string_type":
-            pass
-        case "greater_than" | "less_than":
-            pass
-        case "string_pattern_mismatch" | "string_too_long":
-            pass
-        case kind if not kind.endswith(("_type", "_from_float")):
-            return f"{_shown(model, place, details['input'])} is not allowed: {details['msg']}"
-    value = details["input"]
-    if details["type"] == "string_type" and not isinstance(value, list | dict | tuple):
-        field = _field(model, place)
-        if field is not None and not field.repr:
-            return f"{_kind(value)} is not allowed; it must be a text: write it in quotes"
-        text = spell_value(value) if written is None else written
-        shown = spell_value(value) if value is None else text
-        return f'{shown} is not allowed; it must be a text: write it in quotes, "{text}"'
-    return f"{_shown(model, place, value)} is not allowed; it must be " + _expected(
-        model, place, details
-    )
+            return f"the field {spell_value(where.place[-1])} is not a text; put it in quotes"
+        case "literal_error":
+            return _refused(where, value, str(context["expected"]))
+        case "string_type" if not where.is_of_union and not isinstance(value, list | dict | tuple):
+            if where.field is not None and not where.field.repr:
+                return f"{_kind(value)} is not allowed; it must be a text: write it in quotes"
+            text = spell_value(value) if raw is None else raw
+            shown = spell_value(value) if value is None else text
+            return f'{shown} is not allowed; it must be a text: write it in quotes, "{text}"'
+        case kind if not kind.endswith(("_type", "_from_float")) and kind not in _FORMS:
+            return _refused(where, value, expected(details))
+    return _refused(where, value, _allowed(model, where))
 
 
-def _shown(model: type[BaseModel], place: Place, value: Any) -> str:
-    field = _field(model, place)
-    return spell_value(value) if field is None or field.repr else _kind(value)
+def expected(details: ErrorDetails) -> str:
+    """Return the allowed values in words, after `it must be`, as far as an error names them."""
+    context, kind = details.get("ctx", {}), details["type"]
+    for name, words in _BOUNDS.items():
+        if name in context:
+            bound = context[name]
+            if isinstance(bound, float) and bound.is_integer():
+                bound = int(bound)
+            unit = f"{bound} {'character' if kind.startswith('string') else 'item'}"
+            what = _KINDS.get(kind.partition("_")[0], "a list")
+            return words.format(bound=bound, what=what, unit=unit + ("" if bound == 1 else "s"))
+    if "expected" in context:  # of a Literal
+        return str(context["expected"])
+    known = _KINDS.get(kind.partition("_")[0])
+    return known or details["msg"].removeprefix("Input should be ").removeprefix("it must be ")
+
+
+_BOUNDS = {
+    "ge": "at least {bound}",
+    "gt": "above {bound}",
+    "le": "at most {bound}",
+    "lt": "below {bound}",
+    "min_length": "{what} of at least {unit}",
+    "max_length": "{what} of at most {unit}",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+    "finite": "a finite number",
+}
+_FORMS = {
+    *("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number"),
+    *("too_short", "too_long", "string_too_short", "string_too_long", "string_pattern_mismatch"),
+}
+"""Errors about a value of the right type."""
+
+
+def _refused(where: Location, value: Any, allowed: str) -> str:
+    return f"{_shown(where, value)} is not allowed; it must be {allowed}"
+
+
+def _shown(where: Location, value: Any) -> str:
+    hidden = where.field is not None and not where.field.repr
+    return _kind(value) if hidden else spell_value(value)
 
 
 def _kind(value: Any) -> str:
@@ -129,13 +169,6 @@ def _kind(value: Any) -> str:
         (dict, "a mapping"),
     )
     return next((kind for types, kind in kinds if isinstance(value, types)), "a list")
-
-
-def _expected(model: type[BaseModel], place: Place, details: ErrorDetails) -> str:
-    """Return the allowed values at a location with a wrong type or a value out of bounds."""
-    if details["type"] == "literal_error":
-        return str(details["ctx"]["expected"])
-    return _allowed(model, place)
 
 
 def _unknown_field(name: str, known: Sequence[str]) -> str:
@@ -156,52 +189,16 @@ def spell_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _allowed(model: type[BaseModel], place: Place) -> str:
-    """Return the allowed values at a location: its field's `description`, else its bounds."""
-    field = _field(model, place)
-    if field is None:
+def _allowed(model: type[BaseModel], where: Location) -> str:
+    """Return the allowed values at a location: its field's `description`, else its type."""
+    if where.spot is None or not where.place:
         return f"a mapping that begins with '{next(iter(model.model_fields))}:'"
-    if isinstance(place[-1], int):
-        return "a mapping of fields" if _models(field.annotation) else "a text"
-    if _owner(model, place[:-1]) is None:  # it is a value of a mapping of texts
-        return "a text"
-    if field.description:
-        return field.description
-    lowest = [item.ge for item in field.metadata if hasattr(item, "ge")]
-    return f"a whole number of at least {lowest[0]}" if lowest else "a value"
+    field = where.spot.field
+    return (field and field.description) or where.spot.spell()
 
 
 def _known_fields(model: type[BaseModel], place: Place) -> list[str]:
-    owner = _owner(model, place)
-    if owner is None:
+    spot = locate(model, place).spot
+    if spot is None or spot.model is None:
         return []
-    return [field.alias or name for name, field in owner.model_fields.items()]
-
-
-def _field(model: type[BaseModel], place: Place) -> FieldInfo | None:
-    named = [index for index, step in enumerate(place) if isinstance(step, str)]
-    while named:
-        last = named.pop()
-        owner = _owner(model, place[:last])
-        if owner is not None:
-            fields = {field.alias or name: field for name, field in owner.model_fields.items()}
-            return fields.get(str(place[last]))
-    return None
-
-
-def _owner(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    for step in place:
-        if isinstance(step, int):
-            continue
-        fields = {field.alias or name: field for name, field in model.model_fields.items()}
-        inside = _models(fields[step].annotation) if step in fields else []
-        if not inside:
-            return None
-        model = inside[0]
-    return model
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in get_args(annotation) for found in _models(part)]
+    return [field.alias or name for name, field in spot.model.model_fields.items()]

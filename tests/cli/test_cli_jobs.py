@@ -18,6 +18,8 @@ from tests.small_disk import fill, small_disk
 
 from .runner import LIGHT, PIPOLLUX, TOY, Cli, one_sentence, wait_until
 
+ADD = ["notify", "add", "ops"]
+HOOK = ["--webhook", "https://example.org/hook"]
 SERVE = ("serve", "--cluster", "cluster.yaml")
 
 
@@ -59,7 +61,7 @@ def test_from_submission_to_the_end_of_the_scheduler(cli: Cli) -> None:
     (cli.folder / "alone.yaml").write_text(yaml.safe_dump(alone))
     assert cli("submit", "alone.yaml").returncode == 0  # it goes on again
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
-    assert "no job is named 'nobody'; there are short, long" in one_sentence(
+    assert "no job is named 'nobody'; there are short and long" in one_sentence(
         cli("cancel", "nobody"), 1
     )
 
@@ -275,6 +277,13 @@ def test_without_a_cluster_file_this_machine_is_the_cluster(cli: Cli) -> None:
         ([*SERVE, "--autoscale", "1:4", "--expander-command", "true"], 2, "{desired}"),
         (["serve", "--cluster", "cluster.yaml", "--state-dir", "jobs.yaml"], 1, "--state-dir"),
         (["apply", "--cluster", "cluster.yaml", "--jobs", "wide.yaml"], 1, "fits no node"),
+        ([*ADD], 2, "has no destination; give one of --webhook URL and --apprise URL"),
+        ([*ADD, "--webhook", "-", "--apprise", "-"], 2, "has two destinations; give one of"),
+        ([*ADD, *HOOK, "--on", "done"], 2, "--on: 'done' is not an event; give one of completed,"),
+        ([*ADD, *HOOK, "--on", "completed,failed"], 2, "and none, and --on again for each further"),
+        ([*ADD, "--webhook", "ftp://a/b"], 2, "--webhook: is not a URL for POST requests: its sch"),
+        ([*ADD, *HOOK, "--waiting-after", "x"], 2, "--waiting-after: 'x' is not a duration"),
+        (["notify", "add", "A", *HOOK], 2, "NAME: 'A' is not a name"),
         (["cancel"], 2, "NAME"),
         (["jobs", "--output", "xml"], 2, "xml"),
     ],

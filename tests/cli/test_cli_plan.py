@@ -105,10 +105,11 @@ def test_table_json_and_yaml_say_the_same(tmp_path: Path) -> None:
 
 
 def test_planning_touches_nothing(tmp_path: Path) -> None:
-    plan_files(tmp_path)
+    plan_files(tmp_path, CLUSTER, "jobs:\n- {name: a, script: a.py, max_replicas: 1}\n")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = pipollux("plan", "-c", "cluster.yaml", "-j", "jobs.yaml", cwd=tmp_path)
     assert again.returncode == 0
+    assert "These jobs would use 1 such node; there are 2." in again.stdout
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
 
 

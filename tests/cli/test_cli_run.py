@@ -65,6 +65,17 @@ def test_a_job_that_nobody_waits_for_any_longer(light: Cli) -> None:
         )
     assert light.jobs()["toy-job-2"]["phase"] == "Running"
     assert light("cancel", "toy-job-2", "mine").returncode == 0
+    jobs = [f"  - {{name: {name}, script: {TOY}}}\n" for name in ("two", "one")]
+    (light.folder / "jobs.yaml").write_text("jobs:\n" + "".join(jobs))
+    with started(light, "submit", "jobs.yaml", "--wait") as waiting:
+        wait_until(lambda: "two: starts on " in waiting.output)
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait() == 130
+        assert waiting.errors.splitlines()[-1] == (
+            "Detached: one and two go on. Follow them with: pipollux jobs; "
+            "end them with: pipollux cancel one two"
+        )
+    assert light("cancel", "one", "two").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_loops_do_not_nest() -> None:
         ((16, None, "no"), r"gradient_accumulation='no': True or False"),
         ((16, (0, 4)), r"local_bsz_bounds=\(0, 4\): \(smallest, largest\)"),
         ((16, (8, 4)), r"local_bsz_bounds=\(8, 4\)"),
-        ((16, (32, 64)), r"1 replicas of at least 32 samples exceed max_batch_size=16"),
+        ((16, (32, 64)), r"at least 32 samples per replica on 1 replica exceed max_batch_size=16"),
         ((16, (1, 4)), r"do not reach batch_size=8; pass gradient_accumulation=True"),
     ],
 )

@@ -40,7 +40,7 @@ NODES = {
         ({"pinned": ["ill"]}, {"pinned": ["ill"]}, "nodes that take no new replicas: ill"),
         ({}, {"typed": ["gone"]}, "nodes that take no new replicas: gone"),
         ({}, {"typed": ["a"]}, r"for GPUs of type b but is on \['a'\]"),
-        ({}, {"free": ["a"]}, "has 1 replicas, allowed are 2 to 3"),
+        ({}, {"free": ["a"]}, "has 1 replica, allowed are 2 to 3"),
         ({}, {"free": ["b"] * 4}, "has 4 replicas, allowed are 2 to 3|2 cpus but 4 are allocated"),
         ({}, {"free": Allocation(["b", "b"], WIDE)}, "has 2 replicas, allowed are 2 to 1"),
         ({}, {"free": ["a", "a", "a"]}, "node 'a' has 2 slots but 3|node 'a' has 2 cpus but 3"),

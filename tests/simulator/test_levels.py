@@ -57,7 +57,7 @@ def test_jobs_complete_earlier_where_racks_have_several_nodes():
     ("text", "complaint"),
     [
         (["rack"], "NAME=NODESxSLOWER"),
-        (["rack=0x2"], "multiple of 1"),
+        (["rack=0x2"], "at least 1 node"),
         (["rack=4x2", "zone=6x3"], "multiple of 4"),
         (["rack=4x2", "zone=8x1"], "at least 2"),
         (["rack=4x0.5"], "at least 1"),

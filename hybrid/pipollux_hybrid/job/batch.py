@@ -14,6 +14,7 @@ from pipollux_hybrid.errors import (
     is_whole,
     switch,
 )
+from pipollux_utils.text import count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,16 +154,17 @@ class BatchSizeLimits:
                 f"local_bsz_bounds={self.local_bsz_bounds}: (smallest, largest) with "
                 "1 <= smallest <= largest is needed"
             )
+        replicas = count(num_replicas, "replica")
         if smallest * num_replicas > self.max_batch_size:
             raise ConfigurationError(
-                f"local_bsz_bounds={self.local_bsz_bounds}: {num_replicas} replicas of at least "
-                f"{smallest} samples exceed max_batch_size={self.max_batch_size}; lower the "
+                f"local_bsz_bounds={self.local_bsz_bounds}: at least {smallest} samples per "
+                f"replica on {replicas} exceed max_batch_size={self.max_batch_size}; lower the "
                 "smallest local batch size or ask for fewer replicas"
             )
         if largest * num_replicas < self.init_batch_size and not self.gradient_accumulation:
             raise ConfigurationError(
-                f"local_bsz_bounds={self.local_bsz_bounds}: {num_replicas} replicas of at most "
-                f"{largest} samples do not reach batch_size={self.init_batch_size}; pass "
+                f"local_bsz_bounds={self.local_bsz_bounds}: at most {largest} samples per "
+                f"replica on {replicas} do not reach batch_size={self.init_batch_size}; pass "
                 "gradient_accumulation=True or raise the largest local batch size"
             )
 

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from pipollux_hybrid.errors import PeerLostError, SynchronizationError
+from pipollux_utils.text import count
 
 from .groups import ReplicaGroup
 from .mesh import ProcessMesh
@@ -312,9 +313,9 @@ class ControlPlane:
         if riding not in (0, self._num_replicas):
             here = f"replica {dist.get_rank()} of {self._num_replicas}"
             raise SynchronizationError(
-                f"{here} is at {self._place or 'a point outside of loops'}, where {riding} "
-                "replicas ran a backward and the others did not: decide on all replicas alike, or "
-                "multiply the loss by zero"
+                f"{here} is at {self._place or 'a point outside of loops'}, where "
+                f"{count(riding, 'replica')} ran a backward and the others did not: decide on all "
+                "replicas alike, or multiply the loss by zero"
             )
         return ControlMessage.of(head[:-4]), sums
 

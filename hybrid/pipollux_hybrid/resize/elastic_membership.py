@@ -34,6 +34,7 @@ from pipollux_hybrid.job.device_groups import abort_all
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.membership import Announcement, JobPlace, Membership
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_utils.text import count
 
 from .alignment import Alignment, compare, in_common, position
 from .joining_replica import ALIGNMENT_PATIENCE, Joining
@@ -302,15 +303,16 @@ def _check_joins(
     where = f"PIPOLLUX_RENDEZVOUS={str(rendezvous.folder)!r}"
     theirs, ours = announcement.processes, env.processes_per_replica
     if ours != theirs:
-        count = f"{theirs} processes, one for each stage" if theirs > 1 else "one process"
+        has = f"{theirs} processes, one for each stage" if theirs > 1 else "one process"
         raise ConfigurationError(
-            f"{where}: each replica of the job that runs there has {count}, and this one has "
+            f"{where}: each replica of the job that runs there has {has}, and this one has "
             f"{ours}: start it with processes_per_replica={theirs} and torchrun "
             f"--nproc-per-node={theirs}, or choose another folder"
         )
     if env.num_replicas > 1:
+        replicas = count(len(announcement.membership.replicas), "replica")
         raise ConfigurationError(
-            f"{where}: a job of {len(announcement.membership.replicas)} replicas runs there "
+            f"{where}: a job of {replicas} runs there "
             f"already; start joining replicas one by one (torchrun --nproc-per-node={theirs}), "
             "or choose another folder"
         )

@@ -20,6 +20,7 @@ from pipollux_hybrid.job.context import AtServers, JobContext
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_perfmodel import PerfParams
+from pipollux_utils.text import count
 
 from .step_profile import STEADY, StepProfile
 from .step_summary import FitData, StepConfiguration, StepSummary, fit_data
@@ -148,11 +149,12 @@ def contradiction(profile: StepProfile, checkpoint: Checkpoints) -> str | None:
             continue
         ratio = summary.optim / expected
         if not 1 / CONTRADICTION <= ratio <= CONTRADICTION:
+            replicas = count(configuration.num_replicas, "replica")
+            take = "takes" if configuration.num_replicas == 1 else "take"
             said = "measured" if before is not None else "foretell"
             return (
-                f"{configuration.num_replicas} replicas with an atomic batch size of "
-                f"{configuration.atomic_bsz} take {summary.optim:.3g} s a step, and other jobs "
-                f"{said} {expected:.3g} s"
+                f"{replicas} with an atomic batch size of {configuration.atomic_bsz} "
+                f"{take} {summary.optim:.3g} s a step, and other jobs {said} {expected:.3g} s"
             )
     profile.settle(own)
     return None

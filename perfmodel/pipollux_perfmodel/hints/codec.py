@@ -37,6 +37,7 @@ from pipollux_perfmodel.timing.params import (
     check_shares,
     joined_modes,
 )
+from pipollux_utils.validation import expected
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -61,7 +62,7 @@ def _read_modes(value: Any) -> Checkpoints:
     modes = [mode for word in words for mode in CHECKPOINTS if mode == word]
     if not words or len(modes) != len(words):
         raise PydanticCustomError(
-            "checkpoint", "input should be 'never', 'except_last' or 'always', or a list of these"
+            "checkpoint", "it must be 'never', 'except_last' or 'always', or a list of these"
         )
     return joined_modes(modes)
 
@@ -184,7 +185,8 @@ def describe(error: ValidationError, what: str, known: Callable[[list[str]], lis
     """
     details = error.errors(include_url=False)
     first = details[0]
-    key = ".".join(str(part) for part in first["loc"])
+    # Pydantic adds the type that it tried of a union, as in tuple[int, float].
+    key = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     if first["type"] == "extra_forbidden":
         *path, name = map(str, first["loc"])
         text = f"{what}: {key} is not a known key; {_suggestion(name, known(path))}"
@@ -193,8 +195,8 @@ def describe(error: ValidationError, what: str, known: Callable[[list[str]], lis
     elif first["type"] == "missing":
         text = f"{what}: {key} is missing; give it"
     else:
-        reason = first["msg"][:1].lower() + first["msg"][1:]
-        text = f"{what}: {key or 'the whole'} is {first['input']!r:.60}; {reason}"
+        text = f"{what}: {key or 'the whole'} is {first['input']!r:.60}; it must be "
+        text += expected(first)
     more = len(details) - 1
     return f"{text} (and {more} more)" if more else text
 

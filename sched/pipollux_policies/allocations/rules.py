@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pipollux_policies.jobs.job_info import JobInfo, NodeInfo
+from pipollux_utils.text import count
 
 from .allocation import shape_of
 
@@ -89,7 +90,7 @@ def _job_violations(
     most = job.most_replicas(shape)
     if not job.least_replicas <= len(allocation) <= most:
         yield (
-            f"job {name!r} has {len(allocation)} replicas, "
+            f"job {name!r} has {count(len(allocation), 'replica')}, "
             f"allowed are {job.least_replicas} to {most}"
         )
 
@@ -118,6 +119,6 @@ def _crowded(
         pinned = name in jobs and is_pinned(jobs[name], base_allocations.get(name, ()), nodes)
         if len(set(allocation)) > 1 and not pinned:
             distributed.update(set(allocation))
-    for node, count in distributed.items():
-        if count > 1:
-            yield f"node {node!r} carries {count} distributed jobs, at most one is allowed"
+    for node, carried in distributed.items():
+        if carried > 1:
+            yield f"node {node!r} carries {carried} distributed jobs, at most one is allowed"

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipollux_perfmodel import SchedHints, SpeedupFunction, stage_speedups
+from pipollux_utils.text import count
 
 MOST_PER_REPLICA = 1e4
 """Largest plausible speedup per replica: far more than stages and caches ever gain."""
@@ -47,7 +48,8 @@ def worth(
     except (ArithmeticError, ValueError) as error:
         return HintsWorth({}, f"cannot be computed with: {error}")
     if doubt is None and speedups and not _is_worth_something(speedups[num_stages], most_replicas):
-        doubt = f"say that up to {most_replicas} replicas are all worth nothing"
+        most = "1 replica is" if most_replicas == 1 else f"up to {most_replicas} replicas are all"
+        doubt = f"say that {most} worth nothing"
     return HintsWorth({}, doubt) if doubt else HintsWorth(speedups)
 
 
@@ -61,9 +63,10 @@ def _doubt(stages: int, speedup_fn: SpeedupFunction, most_replicas: int) -> str 
     if not wrong.size:
         return None
     first = wrong[0]
+    shape = f"{count(int(replicas[first]), 'replica')} of {count(stages, 'stage')}"
     where = "one node" if nodes[first] == 1 else f"{nodes[first]} nodes"
     return (
-        f"say that {replicas[first]} replicas of {stages} stages on {where} have a "
+        f"say that {shape} on {where} {'has' if replicas[first] == 1 else 'have'} a "
         f"speedup of {found[first]:.3g}; at most {MOST_PER_REPLICA:g} per replica is plausible"
     )
 

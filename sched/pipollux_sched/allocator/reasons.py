@@ -12,7 +12,7 @@ from pipollux_policies import JobInfo, NodeInfo, ReplicaShape, shape_of, usable_
 from pipollux_policies.allocations.allocation import network_level
 from pipollux_utils.text import count, listing, spell_nodes
 
-from .job_infos import count_fitting, linear_speedup
+from .job_infos import DEVICE_SLOTS, count_fitting, linear_speedup
 
 MOST_NAMED = 3
 
@@ -55,7 +55,7 @@ def _misfit_of(shape: ReplicaShape, info: JobInfo, nodes: Mapping[str, NodeInfo]
         name, has = _largest(shape.resources, suited)
         return (
             f"fits no node: one replica needs {asked} on one node, and the largest "
-            f"node, {name}, has {has}; ask for less (num_stages, resources) or add a larger node"
+            f"node, {name}, has {has}; {_advice(shape.resources, suited)}"
         )
     if fitting < info.min_replicas:
         return (
@@ -63,6 +63,15 @@ def _misfit_of(shape: ReplicaShape, info: JobInfo, nodes: Mapping[str, NodeInfo]
             f"the empty cluster holds {fitting}; lower min_replicas or add nodes"
         )
     return None
+
+
+def _advice(resources: Mapping[str, int], nodes: Mapping[str, Mapping[str, int]]) -> str:
+    lacking = {kind for kind in resources if not any(has.get(kind) for has in nodes.values())}
+    for device, kind in DEVICE_SLOTS.items():
+        if kind in lacking:
+            other = "cpu" if device == "gpu" else "gpu"
+            return f"set device: {other} in the job, or add a node with {device.upper()} slots"
+    return "ask for less (num_stages, resources) or add a larger node"
 
 
 def explain(

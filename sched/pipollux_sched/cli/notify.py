@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipollux_sched.spec.notify import DEFAULT_EVENTS, DEFAULT_WAITING, NOTIFY_EVENTS, NewChannel
-from pipollux_utils.text import spell_duration
+from pipollux_utils.text import clean, spell_duration
 from pipollux_utils.text_file import read_text_file
 
 from .console import USAGE, CommandError, OutputFormat, print_data, print_result
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipollux_sched.views.notifications import ChannelView, NotificationsView
+
+
+_OPTIONS = {
+    "webhook": "--webhook",
+    "apprise": "--apprise",
+    "secret": "--secret-file",
+    "events": "--on",
+    "waiting_after": "--waiting-after",
+    "user": "--user",
+}
+"""Option of each field of a channel; the name is an argument."""
 
 
 class NotifyAction(StrEnum):
@@ -134,13 +145,23 @@ def _new(
 
     from pipollux_utils.validation import problems
 
-    if webhook == "-" and apprise == "-":
-        raise CommandError("--webhook and --apprise cannot both be read from standard input", USAGE)
+    if (webhook is None) == (apprise is None):
+        has = "no destination" if webhook is None else "two destinations"
+        raise CommandError(
+            f"pipollux notify add has {has}; give one of --webhook URL and --apprise URL", USAGE
+        )
     given = {"webhook": _read(webhook), "apprise": _read(apprise), "user": user}
     if secret_file is not None:
         given["secret"] = read_text_file(
             secret_file, lambda text: CommandError(text, USAGE)
         ).strip()
+    unknown = next((one for one in on or () if one not in (*NOTIFY_EVENTS, "none")), None)
+    if unknown is not None:
+        raise CommandError(
+            f"--on: {unknown!r} is not an event; give one of {', '.join(NOTIFY_EVENTS)} and none, "
+            "and --on again for each further event",
+            USAGE,
+        )
     events = DEFAULT_EVENTS if on is None else [one for one in on if one != "none"]
     fields = {key: value for key, value in given.items() if value is not None}
     try:
@@ -149,7 +170,8 @@ def _new(
         )
     except ValidationError as error:
         found = problems(error.errors(include_url=False), NewChannel)
-        raise CommandError("; ".join(one.sentence() for one in found), USAGE) from None
+        said = [f"{_OPTIONS.get(str(*one.place[:1]), 'NAME')}: {one.text}" for one in found]
+        raise CommandError("; ".join(map(clean, said)), USAGE) from None
 
 
 def _read(url: str | None) -> str | None:

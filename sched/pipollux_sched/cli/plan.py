@@ -138,8 +138,9 @@ def print_table(plan: Plan) -> None:
         trials = f"{sweep.num_planned} of {count(sweep.num_trials, 'trial')} of {sweep.sweep}"
         console.print(Text(f"The plan has {trials}{follow}."))
     if plan.desired_nodes != len(plan.nodes):
-        advice = f"These jobs would use {plan.desired_nodes} such nodes"
-        console.print(Text(f"{advice}; there are {len(plan.nodes)}."))
+        there = "is" if len(plan.nodes) == 1 else "are"
+        advice = f"These jobs would use {count(plan.desired_nodes, 'such node')}"
+        console.print(Text(f"{advice}; there {there} {len(plan.nodes)}."))
 
 
 def print_live_plan(

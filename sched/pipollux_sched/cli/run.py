@@ -22,15 +22,13 @@ from .logs import LogLine, LogReader
 from .options import After, StateDirectory
 from .reader import POLL_INTERVAL, asking, reading
 from .submit import prepared
-from .waiting import Outage
+from .waiting import Outage, detached
 
 if TYPE_CHECKING:
     from pipollux_sched.client.client import Client
     from pipollux_sched.spec.job import JobSpec
     from pipollux_sched.views.models import JobView
 
-DETACHED = 130
-"""Exit status after Ctrl-C, as of a program that SIGINT ends."""
 NUMBERS_TRIED = 20
 """Numbers that are tried for a name while other jobs take them."""
 _MOST_OF_STEM = 50
@@ -133,12 +131,7 @@ def run(
     try:
         ended = _follow(state_dir, job)
     except KeyboardInterrupt:
-        typer.echo(
-            f"\nDetached: {job.name} goes on. Follow it with: pipollux logs {job.name} --follow; "
-            f"end it with: pipollux cancel {job.name}",
-            err=True,
-        )
-        raise typer.Exit(DETACHED) from None
+        raise detached([job.name]) from None
     if ended.phase is Phase.FAILED:
         how = "was cancelled" if ended.listed_phase is ListedPhase.CANCELLED else "failed"
         raise CommandError(f"{ended.name} {how}: {clean(first_line(ended.message))}")

@@ -288,7 +288,9 @@ def parse_levels(texts: Sequence[str]) -> list[tuple[int, float]]:
             raise ValueError(f"--level: {text!r} must be NAME=NODESxSLOWER, such as rack=4x3")
         nodes, slower = int(level["nodes"]), float(level["slower"])
         below, less = found[-1] if found else (1, 1.0)
-        if nodes < 1 or nodes % below:
+        if nodes < 1:
+            raise ValueError(f"--level: {text!r} must have domains of at least 1 node")
+        if nodes % below:
             raise ValueError(
                 f"--level: {text!r} must have whole domains of the level before, so a multiple of "
                 f"{below} nodes"

@@ -78,8 +78,8 @@ def submit(
     jobs.
 
     Exit code: 0 submitted (with --wait: all jobs are complete); 1 a job was refused
-    (with --wait: or has failed); 2 the file or an option is invalid. With --wait,
-    --output json prints the final state of the jobs.
+    (with --wait: or has failed); 2 the file or an option is invalid; 130 the waiting
+    was ended by Ctrl-C. With --wait, --output json prints the final state of the jobs.
     """
     given = {"team": team, "priority": priority}
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -11,6 +11,7 @@ import typer
 
 from pipollux_sched.lifecycle import Phase
 from pipollux_sched.report.event_text import event_line
+from pipollux_utils.text import listing
 
 from .console import CommandError
 from .reader import POLL_INTERVAL, asking
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
     from pipollux_sched.client.client import Client
     from pipollux_sched.views.models import JobView
+
+
+DETACHED = 130
+"""Exit status after Ctrl-C, as of a program that SIGINT ends."""
+_MOST_NAMED = 5
+"""Jobs that a message names one by one."""
 
 
 class Outage:
@@ -59,15 +66,20 @@ class JobWait:
         self._outage = Outage()
 
     def run(self) -> list[JobView]:
-        """Return the jobs when all have ended; raise `CommandError` if one is deleted."""
+        """Return the jobs when all have ended; raise `CommandError` if one is deleted, and
+        `typer.Exit` after Ctrl-C.
+        """
         from pipollux_sched.client.connection import UnreachableError
 
-        while True:
-            try:
-                with asking(self._state_dir) as client:
-                    return self._follow(client)
-            except UnreachableError:
-                self._outage.begin()
+        try:
+            while True:
+                try:
+                    with asking(self._state_dir) as client:
+                        return self._follow(client)
+                except UnreachableError:
+                    self._outage.begin()
+        except KeyboardInterrupt:
+            raise detached(sorted(self._names)) from None
 
     def _follow(self, client: Client) -> list[JobView]:
         changed = True  # meanwhile, perhaps
@@ -90,6 +102,19 @@ class JobWait:
         if len(found) < len(self._names):
             raise CommandError(f"{min(self._names - found.keys())} was deleted meanwhile")
         return [*found.values()] if all(job.phase.ended for job in found.values()) else None
+
+
+def detached(names: Sequence[str]) -> typer.Exit:
+    """Say that jobs go on after Ctrl-C, and return the end of the command."""
+    if len(names) == 1:
+        (name,) = names
+        text = f"{name} goes on. Follow it with: pipollux logs {name} --follow; end it with"
+    else:
+        few = len(names) <= _MOST_NAMED
+        jobs, name = (listing(names), " ".join(names)) if few else (f"{len(names)} jobs", "NAME...")
+        text = f"{jobs} go on. Follow them with: pipollux jobs; end them with"
+    typer.echo(f"\nDetached: {text}: pipollux cancel {name}", err=True)
+    return typer.Exit(DETACHED)
 
 
 def exit_for(ended: Sequence[JobView]) -> None:

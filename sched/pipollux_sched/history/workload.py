@@ -22,6 +22,7 @@ from pipollux_simulator.applications.registry import fits
 from pipollux_simulator.experiment import Workload
 from pipollux_simulator.workload.arrivals import JobArrival
 from pipollux_simulator.workload.terms import JobTerms
+from pipollux_utils.text import count
 
 from .application import HistoryApplication
 from .records import LeftOut, PastJob, SchedulerHistory
@@ -97,7 +98,7 @@ def _problem(app: HistoryApplication, nodes: Mapping[str, NodeInfo]) -> str | No
     room = sum(node.num_fitting(own) for node in nodes.values())
     least = app.spec.min_replicas
     if room < least:
-        return f"runs on {least} replicas at least, and the nodes hold {room}"
+        return f"runs on {count(least, 'replica')} at least, and the nodes hold {room}"
     return None
 
 

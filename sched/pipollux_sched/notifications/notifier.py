@@ -13,6 +13,7 @@ from typing import Any
 
 from pipollux_sched.store import JobRecord, Notification, Store
 from pipollux_sched.utils.failure_log import FailureLog
+from pipollux_utils.text import count
 
 from .collector import Collector
 from .courier import LIMIT, Answer, Couriers
@@ -162,9 +163,9 @@ class Notifier:
         due_at = now + max(pause, min(answer.retry_after, _MOST_PAUSE))
         if answer.final or due_at > found.created_at + self._options.give_up:
             _LOG.warning(
-                "a notification for %s was given up after %d attempts: %s",
+                "a notification for %s was given up after %s: %s",
                 found.label,
-                found.attempts,
+                count(found.attempts, "attempt"),
                 answer.error,
             )
             records.finish(found.id, answer.error)

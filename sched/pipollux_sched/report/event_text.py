@@ -88,7 +88,7 @@ def _node(event: Event) -> str:
 
 def _cluster(event: Event) -> str:
     slots = sum(int(node["slots"]) for node in event["nodes"].values())
-    return f"a scheduler serves {len(event['nodes'])} nodes with {slots} slots"
+    return f"a scheduler serves {count(len(event['nodes']), 'node')} with {count(slots, 'slot')}"
 
 
 def _progress(event: Event) -> str:

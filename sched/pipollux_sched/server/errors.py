@@ -32,7 +32,7 @@ from pipollux_sched.store import (
     UnknownTokenError,
 )
 from pipollux_utils.text import THIN_SPACE
-from pipollux_utils.validation import problems
+from pipollux_utils.validation import expected, problems, spell_value
 
 from .limits import BusyError, TooManyRequestsError
 
@@ -96,7 +96,13 @@ def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where, *place = first["loc"]
     if where != "body":
-        return refusal(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            return refusal(422, f"{name}: is missing; give it")
+        if first["type"] == "value_error":
+            return refusal(422, f"{name}: {first['ctx']['error']}")
+        shown = spell_value(first["input"])
+        return refusal(422, f"{name}: {shown} is not allowed; it must be {expected(first)}")
     if isinstance(first["input"], HTTPException):  # the body could not be parsed
         return _answer_http(request, first["input"])
     if not place and first["type"] == "missing":

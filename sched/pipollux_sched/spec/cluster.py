@@ -36,6 +36,8 @@ def _check_node_name(name: str) -> str:
 def _check_level(name: str) -> str:
     if not name.strip():
         raise ValueError("an empty text is not the name of a level; give one such as rack")
+    if any(char.isspace() for char in name):
+        raise ValueError(f"'{name[:80]}' is not the name of a level; use no spaces, as in rack-row")
     return _check_domain(name)
 
 
@@ -147,7 +149,9 @@ class ClusterSpec(Spec):
     nodes: List[NodeSpec] = Field(description="a list of nodes")
     """The nodes; at least one. Those of `cpu_slots` are added."""
     levels: List[LevelName] = Field(
-        default=(), max_length=MAX_LEVELS - 1, description="a list of names, as in [zone, rack]"
+        default=(),
+        max_length=MAX_LEVELS - 1,
+        description=f"a list of at most {MAX_LEVELS - 1} names, as in [zone, rack]",
     )
     """Levels of the network between the nodes, from the widest to the narrowest. Domains of equal
     name in different wider domains differ. None: all nodes are equally close."""
@@ -167,6 +171,12 @@ class ClusterSpec(Spec):
         if twice:
             raise problem_at(("levels",), f"names '{twice[0]}' twice; name each level once")
         for number, node in enumerate(self.nodes):
+            # Engines write it for an unknown domain; in a file the level is left out.
+            for level in (level for level, domain in node.topology.items() if not domain.strip()):
+                raise problem_at(
+                    ("nodes", number, "topology", level),
+                    "is empty; give the name of a domain, or leave the level out",
+                )
             for level in sorted(node.topology.keys() - set(self.levels)):
                 known = f"those are {', '.join(self.levels)}" if self.levels else "there are none"
                 raise problem_at(

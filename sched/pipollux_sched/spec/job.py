@@ -36,6 +36,8 @@ MOST_BYTES = 100_000
 """Largest size of an argument or variable, below Linux's limit of 131071 bytes."""
 MOST_PATH = 4096
 """Largest length of a path: PATH_MAX on Linux."""
+LEAST_MEMORY_LIMIT = 16 * 2**20
+"""Bytes: a Python interpreter that imports nothing takes about 10 MiB."""
 DEFAULT_MAX_REPLICAS = 64
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_START_TIMEOUT = 3600.0
@@ -89,6 +91,15 @@ def check_path(text: str) -> str:
     return text
 
 
+def _check_memory_limit(size: int) -> int:
+    if size < LEAST_MEMORY_LIMIT:
+        raise ValueError(
+            f"{size} is not allowed; it must be a size of at least 16MiB, such as 12GiB: no script "
+            "starts in less"
+        )
+    return size
+
+
 Duration = Annotated[
     float | None, BeforeValidator(parse_duration, json_schema_input_type=float | str | None)
 ]
@@ -97,6 +108,7 @@ ImageReference = Annotated[str, AfterValidator(check_image), schema_bounds(MOST_
 ModuleName = Annotated[str, AfterValidator(check_module), schema_bounds(MOST_PATH)]
 Command = Annotated[str, AfterValidator(check_command), schema_bounds(MOST_BYTES)]
 ExitCode = Annotated[int, Field(ge=1, le=255)]
+MemoryLimit = Annotated[Bytes, AfterValidator(_check_memory_limit)]
 ExitRule = Literal["retry", "fail", "ignore"]
 Argument = Annotated[str, Field(json_schema_extra={"maxLength": MOST_BYTES})]
 
@@ -210,7 +222,9 @@ class JobSpec(Spec):
     """Smallest number of replicas; with less room the job waits in the queue."""
     max_replicas: Count = DEFAULT_MAX_REPLICAS
     """Largest number of replicas."""
-    requested_replicas: Count | None = Field(default=None, description="a whole number")
+    requested_replicas: Count | None = Field(
+        default=None, description="a whole number of at least 1"
+    )
     """Number of replicas under policies with fixed sizes, such as FIFO; none: `min_replicas`."""
     gpu_type: GpuType | None = Field(default=None, description="a text such as a100")
     """GPU type that the job requires; none: any."""
@@ -236,8 +250,8 @@ class JobSpec(Spec):
         default=ResourceSpec(), description="a mapping, as in {cpus: 1, memory: 8GiB}"
     )
     """Resources of each stage of a replica, added to `resources`."""
-    memory_limit: Annotated[Bytes, Field(ge=1)] | None = Field(
-        default=None, description="a size such as 12GiB"
+    memory_limit: MemoryLimit | None = Field(
+        default=None, description="a size of at least 16MiB, such as 12GiB"
     )
     """Main memory that a replica may use; a replica that uses more is ended, which is a failure.
     None: no limit but that of the cluster."""
@@ -363,8 +377,8 @@ class JobSpec(Spec):
             if not given:
                 raise problem_at(
                     ("script",),
-                    "is missing; give the path of a Python script, or as image a reference such as "
-                    "registry.example/train:2.1",
+                    "is missing; give the path of a Python script, or instead a module such as "
+                    "package.train, a command or an image",
                 )
             return
         if self.python is not None and not self.has_program:

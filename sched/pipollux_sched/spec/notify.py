@@ -92,7 +92,7 @@ class NotifySpec(BaseModel):
         kinds = {"channel": self.channel, "webhook": self.webhook, "apprise": self.apprise}
         given = [name for name, value in kinds.items() if value is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
+            found = " and ".join(given) or "no destination"
             raise problem_at((), f"has {found}; give one of channel, webhook and apprise")
         if self.webhook is not None:
             _check_webhook(self.webhook.get_secret_value())
@@ -177,18 +177,42 @@ def parse_notify(data: Mapping[str, Any]) -> NotifySpec:
 
 def _check_webhook(url: str) -> None:
     # The messages leave out the URL: its path may be a password, as those of chat services are.
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        host, parts = None, urlsplit("")
-    printable = url.isascii() and url.isprintable() and " " not in url
-    if not host or parts.scheme not in ("http", "https") or not printable or len(url) > _MOST_URL:
-        raise problem_at(("webhook",), "is not a URL; give one such as https://example.org/hook")
+    wrong = _why_no_request(url)
+    if wrong is not None:
+        raise problem_at(
+            ("webhook",),
+            f"is not a URL for POST requests: {wrong}; give one such as https://example.org/hook",
+        )
+    parts = urlsplit(url)
     if parts.username is not None or parts.fragment:
         raise problem_at(
             ("webhook",), "has a user or a fragment; leave it out, requests are signed"
         )
+
+
+def _why_no_request(url: str) -> str | None:
+    if len(url) > _MOST_URL:
+        return f"it has {len(url)} characters, at most {_MOST_URL} are allowed"
+    if not (url.isascii() and url.isprintable()) or " " in url:
+        return "it has spaces, or characters that are not ASCII"
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return "it does not begin with https:// or http://"
+    if scheme.lower() not in ("http", "https"):
+        return f"its scheme is {scheme[:20]}, not https or http"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "its host is not valid"
+    if not parts.hostname:
+        return "it has no host"
+    try:
+        valid = parts.port != 0
+    except ValueError:
+        valid = False
+    port = parts.netloc.rpartition(":")[2]
+    shown = f"{port}, " if port.isdigit() else ""
+    return None if valid else f"its port is {shown}not a number from 1 to 65535"
 
 
 def _check_apprise(url: str) -> None:

@@ -103,6 +103,8 @@ class SearchRange(_Part):
             if (self.low, self.high, self.step, self.log) != (None, None, None, False):
                 raise problem_at(("choices",), "excludes low, high, log and step; leave those out")
             return self
+        if "choices" in self.model_fields_set and self.low is None and self.high is None:
+            raise problem_at(("choices",), "is empty; give at least one value")
         if self.low is None or self.high is None:
             raise problem_at(
                 ("low",) if self.low is None else ("high",),
@@ -140,28 +142,31 @@ class SweepSpec(_Part):
     )
     """Ranges from which Optuna proposes the parameters of trials, given the results so far."""
     trials: int | None = Field(
-        default=None, ge=1, le=MOST_TRIALS, description="a whole number of at least 1"
+        default=None, ge=1, le=MOST_TRIALS, description=f"a whole number from 1 to {MOST_TRIALS}"
     )
     """Number of trials of a `search`."""
     sampler: Literal["tpe", "random"] = "tpe"
     """How a `search` proposes parameters: Optuna's TPESampler or RandomSampler."""
-    seed: int = Field(default=0, ge=0, le=2**31, description="a whole number of at least 0")
+    seed: int = Field(default=0, ge=0, le=2**31, description=f"a whole number from 0 to {2**31}")
     """Seed of the sampler."""
     pruner: Literal["none", "median", "halving", "hyperband"] = "none"
     """How hopeless trials are found while they run: by Optuna's MedianPruner,
     SuccessiveHalvingPruner or HyperbandPruner."""
-    warmup: int = Field(default=1, ge=1, le=10**9, description="a whole number of at least 1")
+    warmup: int = Field(default=1, ge=1, le=10**9, description=f"a whole number from 1 to {10**9}")
     """Steps of the metric, by default epochs, before a trial may be pruned."""
     metric: str = Field(
-        default="loss", min_length=1, max_length=_MOST_OF_NAME, description="a name as in accuracy"
+        default="loss",
+        min_length=1,
+        max_length=_MOST_OF_NAME,
+        description=f"a name of 1 to {_MOST_OF_NAME} characters, as in accuracy",
     )
     """Metric of trials, as in `pipollux.report_metric(accuracy=0.9)`. Without reports of `loss`,
     the mean of `pipollux.report(loss=…)` in each epoch."""
     direction: Literal["minimize", "maximize"] = "minimize"
     """Whether small or large values of the metric are better."""
-    max_parallel: int | None = Field(default=None, ge=1, description="a whole number")
+    max_parallel: int | None = Field(default=None, ge=1, description="a whole number of at least 1")
     """Largest number of unfinished trials; none: as many as fit on the cluster's slots."""
-    max_replicas: int | None = Field(default=None, ge=1, description="a whole number")
+    max_replicas: int | None = Field(default=None, ge=1, description="a whole number of at least 1")
     """Largest number of replicas of all trials together; none: unlimited."""
 
     @model_validator(mode="after")

@@ -52,24 +52,26 @@ class TeamSpec(Spec):
 
     name: Name = Field(description="a name, as in name: vision")
     """Unique among the teams."""
-    quota: _Amount = Field(default=0, description="a whole number of slots of at least 0")
+    quota: _Amount = Field(default=0, description="a whole number of slots from 0 to 1000000000")
     """Slots guaranteed to the team while its jobs can use them."""
-    borrow: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    borrow: _Amount | None = Field(default=None, description="a whole number from 0 to 1000000000")
     """Slots beyond the quota that the team may borrow while they are idle; none: unlimited."""
-    lend: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    lend: _Amount | None = Field(default=None, description="a whole number from 0 to 1000000000")
     """Idle slots of the quota that other teams may borrow; none: all."""
     weight: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1000)] = Field(
         default=1.0, description="a number above 0 and at most 1000"
     )
     """Share of borrowed slots relative to the other teams."""
-    max_jobs: _Amount | None = Field(default=None, description="a whole number of at least 0")
+    max_jobs: _Amount | None = Field(
+        default=None, description="a whole number from 0 to 1000000000"
+    )
     """Jobs that may hold slots at the same time; none: unlimited."""
     max_submit_jobs: _Amount | None = Field(
-        default=None, description="a whole number of at least 0"
+        default=None, description="a whole number from 0 to 1000000000"
     )
     """Unfinished jobs, as Slurm's GrpSubmitJobs. Further submissions are refused."""
     max_slots_per_job: _Number | None = Field(
-        default=None, description="a whole number of at least 1"
+        default=None, description="a whole number from 1 to 1000000000"
     )
     """Slots that one job may hold; none: unlimited."""
     users: List[UserName] = Field(default=(), description="a list of names")

@@ -31,6 +31,7 @@ from pipollux_sched.lifecycle import (
     Switched,
     advance,
 )
+from pipollux_utils.text import count, listing
 
 from . import dependencies, sweeps
 from .attempts import CHANGED, ENDED
@@ -41,6 +42,10 @@ from .tables import AttemptRow, EventRow, JobRow, PointRow
 
 APART: frozenset[type[Event]] = frozenset({ElasticReady, Started})
 """Events that concern only their job, and do not change its attempt."""
+
+
+_MOST_NAMED = 5
+"""Jobs that a message names one by one."""
 
 
 class Change(NamedTuple):
@@ -55,10 +60,19 @@ def find_job(session: Session, name: str) -> JobRow:
     """Return the row of a job, or raise `UnknownJobError`."""
     row = session.scalar(select(JobRow).where(JobRow.name == name))
     if row is None:
-        known = session.scalars(select(JobRow.name).order_by(JobRow.id.desc()).limit(5)).all()
-        there = f"there are {', '.join(reversed(known))}" if known else "there is no job yet"
-        raise UnknownJobError(f"no job is named {name!r}; {there}")
+        raise UnknownJobError(f"no job is named {name!r}; {_known_jobs(session)}")
     return row
+
+
+def _known_jobs(session: Session) -> str:
+    """Return the latest jobs as a clause, without the trials of sweeps, which may be thousands."""
+    jobs = select(JobRow.name).where(JobRow.trial.is_(None))
+    known = session.scalars(jobs.order_by(JobRow.id.desc()).limit(_MOST_NAMED)).all()
+    others = (session.scalar(select(func.count()).select_from(jobs.subquery())) or 0) - len(known)
+    if not known:
+        return "there is no job yet"
+    names = [*reversed(known), *([count(others, "other")] if others else [])]
+    return f"there {'are' if len(names) > 1 else 'is'} {listing(names)}"
 
 
 def check_present(row: JobRow, attempt: int) -> None:

@@ -22,6 +22,8 @@ from .errors import ChannelExistsError, UnknownChannelError
 from .tables import EventRow, JobRow, MetaRow, NotificationRow, NotifyRuleRow
 
 _CURSOR = "notifications"
+_NO_USER = "user:"
+"""Owner of the channels for jobs of no user."""
 QUIET = 3600.0
 """Seconds in which further preemptions of a job are collected into one notification."""
 BURST = 20
@@ -133,7 +135,7 @@ class NotificationRecords:
         with self._database.write() as session:
             row = _rule(session, owner, name)
             if row is None:
-                raise UnknownChannelError(f"no channel is named {name!r}; see: pipollux notify")
+                raise _unknown_channel(session, owner, name)
             found = _to_rule(row)
             session.delete(row)
             pending = NotificationRow.state == DeliveryState.PENDING.value
@@ -147,7 +149,7 @@ class NotificationRecords:
         with self._database.read() as session:
             row = _rule(session, owner, name)
             if row is None:
-                raise UnknownChannelError(f"no channel is named {name!r}; see: pipollux notify")
+                raise _unknown_channel(session, owner, name)
             return _to_rule(row)
 
     def channels(self, owner: str | None = None) -> list[NotifyRule]:
@@ -375,6 +377,19 @@ def _prune(session: Session) -> None:
 def _rule(session: Session, owner: str, name: str) -> NotifyRuleRow | None:
     mine = (NotifyRuleRow.owner == owner, NotifyRuleRow.name == name)
     return session.scalar(select(NotifyRuleRow).where(*mine))
+
+
+def _unknown_channel(session: Session, owner: str, name: str) -> UnknownChannelError:
+    # Only admins ask for the channels of no user, so that they may learn whose the others are.
+    query = select(NotifyRuleRow.owner).where(NotifyRuleRow.name == name)
+    query = query.where(NotifyRuleRow.owner.startswith("user:")).order_by(NotifyRuleRow.owner)
+    other = session.scalar(query.limit(1)) if owner == _NO_USER else None
+    if other is None:
+        return UnknownChannelError(f"no channel is named {name!r}; see: pipollux notify")
+    user = other.removeprefix(_NO_USER)
+    return UnknownChannelError(
+        f"no channel of yours is named {name!r}, but one of {user} is; add --user {user}"
+    )
 
 
 def _to_rule(row: NotifyRuleRow) -> NotifyRule:

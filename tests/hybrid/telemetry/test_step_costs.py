@@ -215,7 +215,7 @@ def leave_one_out() -> str:
 def test_a_backward_on_some_replicas_only_is_found_out_at_that_step() -> None:
     for message in run_replicas(leave_one_out, 2):
         assert "samples 8 to 16" in message
-        assert "1 replicas ran a backward and the others did not" in message
+        assert "1 replica ran a backward and the others did not" in message
 
 
 def calls_of_a_step(step: Callable[[], None]) -> int:

@@ -115,7 +115,7 @@ def test_is_a_field_of_any_model(params: PerfParams) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({**SEVEN, "alpha_c": -1}, "alpha_c is -1; input should be greater than or equal to 0"),
+        ({**SEVEN, "alpha_c": -1}, "alpha_c is -1; it must be at least 0"),
         ({**SEVEN, "alpha_c": "fast"}, "alpha_c is 'fast'"),
         ({**SEVEN, "beta_n": math.nan}, "beta_n is nan"),
         ({**SEVEN, "beta_r": math.inf}, "beta_r is inf"),
@@ -134,7 +134,7 @@ def test_is_a_field_of_any_model(params: PerfParams) -> None:
         ({**SEVEN, "overhead": -1}, "overhead is -1"),
         ({**SEVEN, "checkpoint": "sometimes"}, "checkpoint is 'sometimes'; .*'except_last'"),
         ({**TWO, "checkpoint": ["always", "no"]}, r"checkpoint is \['always', 'no'\]; .*'never'"),
-        ({**TWO, "checkpoint": []}, r"checkpoint is \[\]; input should be 'never'"),
+        ({**TWO, "checkpoint": []}, r"checkpoint is \[\]; it must be 'never'"),
         ({**TWO, "checkpoint": ["always", "never", "never"]}, "of 3 stages; give one mode for all"),
         ({**SEVEN, "schedule": "2f2b"}, "schedule is '2f2b'; .*'gpipe', '1f1b' or 'interleaved'"),
         ({**SEVEN, "shared_link": "perhaps"}, "shared_link is 'perhaps'"),

@@ -136,7 +136,7 @@ PIPELINE = {**SEVEN, "forward_shares": [0.2, 0.2], "backward_shares": [0.3, 0.3]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"initBatchSize": -3}, "initBatchSize is -3; .*greater than or equal to 1"),
+        ({"initBatchSize": -3}, "initBatchSize is -3; .*it must be at least 1"),
         ({"initBatchSize": 1.5}, "initBatchSize is 1.5"),
         ({"initBatchSize": math.nan}, "initBatchSize is nan"),
         ({"initBatchsize": 3}, "initBatchsize is not a known key; did you mean initBatchSize?"),

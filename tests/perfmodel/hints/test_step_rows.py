@@ -68,17 +68,17 @@ def test_rows_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"optimStepTime": 0.0}, "optimStepTime is 0.0; input should be greater than 0"),
-        ({"optimStepTime": math.inf}, "optimStepTime is inf; input should be a finite number"),
-        ({"accumStepTime": 1e7}, "accumStepTime is 10000000.0; input should be less than"),
-        ({"forward": [-1.0, 0.0]}, "forward.0 is -1.0; input should be greater than or equal to 0"),
+        ({"optimStepTime": 0.0}, "optimStepTime is 0.0; it must be above 0"),
+        ({"optimStepTime": math.inf}, "optimStepTime is inf; it must be a finite number"),
+        ({"accumStepTime": 1e7}, "accumStepTime is 10000000.0; it must be at most 1000000"),
+        ({"forward": [-1.0, 0.0]}, "forward.0 is -1.0; it must be at least 0"),
         ({"backward": [0.1]}, "backward has 1 entries but numStages is 2; give one for each stage"),
         ({"forward": []}, "backward has 2 entries but numStages is 2"),
         ({"numNodes": 5}, "numNodes 5 is more than numReplicas 4"),
-        ({"schedule": "zb"}, "schedule is 'zb'; input should be"),
-        ({"passedOn": MAX_PASSED_ON}, f"passedOn is {MAX_PASSED_ON}; input should be less than"),
+        ({"schedule": "zb"}, "schedule is 'zb'; it must be"),
+        ({"passedOn": MAX_PASSED_ON}, f"passedOn is {MAX_PASSED_ON}; it must be at most 2"),
         ({"optimStepTimes": 1.0}, "optimStepTimes is not a known key; did you mean optimStepTime?"),
-        ({"numStages": 2000}, "numStages is 2000; input should be less than or equal to 1024"),
+        ({"numStages": 2000}, "numStages is 2000; it must be at most 1024"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(changed: dict[str, Any], says: str) -> None:

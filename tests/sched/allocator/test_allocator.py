@@ -106,7 +106,7 @@ def test_jobs_that_are_starting_are_shown_as_not_preemptible() -> None:
         ({"two": ["a"]}, "node 'a' has 2 slots but 3 are allocated"),  # one holds a half of it
         ({"one": ["c"]}, "job 'one' is placed on nodes that take no new replicas: c"),
         ({"starting": []}, r"job 'starting' is pinned to \['b'\] but is given \[\]"),
-        ({"pair": ["b"]}, "job 'pair' has 1 replicas, allowed are 2 to 8"),
+        ({"pair": ["b"]}, "job 'pair' has 1 replica, allowed are 2 to 8"),
     ],
 )
 def test_impossible_answers_are_refused(

@@ -14,7 +14,7 @@ from pipollux_sched.notifications.signature import signed_headers
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.notify import NewChannel, NotifySpec, make_secret, secret_bytes
 from pipollux_sched.spec.teams import parse_teams
-from pipollux_sched.store import ChannelExistsError, Store
+from pipollux_sched.store import ChannelExistsError, Store, UnknownChannelError
 
 SECRET = make_secret()
 URL = "https://hooks.example.org/services/T000/B000/XXXX"
@@ -75,10 +75,15 @@ def test_hosts() -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({}, "give one of channel, webhook and apprise"),
+        ({}, "notify[0]: has no destination; give one of channel, webhook and apprise"),
         ({"webhook": URL, "secret": SECRET, "apprise": "json://x"}, "webhook and apprise"),
         ({"webhook": URL}, "notify[0].secret: is missing"),
         ({"webhook": "ftp://x/T0KEN", "secret": SECRET}, "notify[0].webhook: is not a URL"),
+        ({"webhook": "ftp://x/T0KEN", "secret": SECRET}, "its scheme is ftp, not https or http"),
+        ({"webhook": "https://x:99999/T0KEN", "secret": SECRET}, "its port is 99999, not a number"),
+        ({"webhook": "https://x:T0KEN/", "secret": SECRET}, "its port is not a number from 1 to"),
+        ({"webhook": "https:///T0KEN", "secret": SECRET}, "it has no host"),
+        ({"webhook": "T0KEN", "secret": SECRET}, "it does not begin with https:// or http://"),
         ({"webhook": "https://a:T0KEN@x/", "secret": SECRET}, "has a user or a fragment"),
         ({"webhook": URL, "secret": "T0KEN"}, "notify[0].secret: is not a webhook's secret"),
         ({"webhook": 7, "secret": SECRET}, "notify[0].webhook: a number is not allowed"),
@@ -134,6 +139,10 @@ def test_channels(store: Store) -> None:
     with pytest.raises(ChannelExistsError):
         service.add(new)
     service.check_job("toy", [NotifySpec(channel="ops")], "ana")
+    with pytest.raises(UnknownChannelError, match="but one of ana is; add --user ana"):
+        service.test(None, "ops")
+    with pytest.raises(UnknownChannelError, match="no channel is named 'ops'; see: "):
+        service.remove("bob", "ops")
     with pytest.raises(SpecError, match="no channel 'ops' for jobs of no user"):
         service.check_job("toy", [NotifySpec(channel="ops")], None)
     with pytest.raises(ValidationError, match="is for job files"):

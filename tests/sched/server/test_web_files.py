@@ -121,11 +121,11 @@ def test_what_the_page_shows(service: Service) -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ("/overview?phase=Tired", "phase.0: Input should be 'Running'"),
-        ("/overview?order=colour", "order: Input should be 'usual'"),
-        ("/overview?limit=501", "limit: Input should be less than or equal to 500"),
-        ("/usage?since=1e300", "since: Input should be less than or equal to"),
-        ("/usage?parts=0", "parts: Input should be greater than or equal to 1"),
+        ("/overview?phase=Tired", "phase.0: \"Tired\" is not allowed; it must be 'Running'"),
+        ("/overview?order=colour", "order: \"colour\" is not allowed; it must be 'usual'"),
+        ("/overview?limit=501", 'limit: "501" is not allowed; it must be at most 500'),
+        ("/usage?since=1e300", 'since: "1e300" is not allowed; it must be at most 1000000000000'),
+        ("/usage?parts=0", 'parts: "0" is not allowed; it must be at least 1'),
     ],
 )
 def test_what_cannot_be_shown_is_refused_in_a_sentence(

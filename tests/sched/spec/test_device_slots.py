@@ -102,7 +102,10 @@ def test_a_job_for_a_device_that_there_is_not_is_refused() -> None:
     reason = misfit("x", job_info(job("x", device="cpu"), None, age=0.0, nodes=nodes), nodes)
     assert reason is not None
     assert "one replica needs 1 slot and 1 CPU slot on one node" in reason
-    assert "g, has 2 slots and 0 CPU slots" in reason
+    assert "g, has 2 slots and 0 CPU slots; set device: gpu in the job, or add a node" in reason
+    cpus = {"c": node_info(NodeSpec(name="c", slots=2, kind="cpu"))}
+    reason = misfit("x", job_info(job("x", device="gpu"), None, age=0.0, nodes=cpus), cpus)
+    assert "0 GPU slots; set device: cpu in the job, or add a node with GPU slots" in str(reason)
 
 
 def test_replicas_with_several_stages_stay_off_mig_slices() -> None:

@@ -26,6 +26,11 @@ from pipollux_sched.spec.job import ExitCodesSpec, JobSpec, SpecError, parse_job
         ({"image": "x:1", "module": "a", "python": "env"}, "python: 'env' is relative"),
         ({"script": "a", "memory_limit": 0}, "memory_limit: 0 is not allowed"),
         (
+            {"script": "a", "memory_limit": "1"},
+            "1 is not allowed; it must be a size of at least 16",
+        ),
+        ({"script": "a", "memory_limit": 2**24 - 1}, "it must be a size of at least 16MiB"),
+        (
             {"script": "a", "memory_limit": "1GiB", "resources": {"memory": "2GiB"}},
             "memory_limit: 1073741824 is less than the 2147483648 bytes",
         ),

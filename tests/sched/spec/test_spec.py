@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from pipollux_perfmodel import SchedHints
 from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
-from pipollux_sched.spec.job import JobSpec, SpecError, load_jobs, parse_job
+from pipollux_sched.spec.job import JobBatch, JobSpec, SpecError, load_jobs, parse_job
 from pipollux_sched.spec.script import resolve_script, with_script_found
+from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.tokens import NewToken
+from pipollux_utils.allowed_values import Spot
 from pipollux_utils.validation import closest
 from tests.extent import examples
 
@@ -178,6 +184,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["args: --lr 3"], '4: jobs[0].args: "--lr 3" is not allowed; it must be a list of texts'),
         (["environment: {KEY: 0123456}"], "4: jobs[0].environment.KEY: a number is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: [hunter2]}"], "4: jobs[0].environment.KEY: a list is not allowed; it must be a text"),
+        (["environment: {'[key]': 1}"], "4: jobs[0].environment.[key]: a number is not allowed; it must be a text: write it in quotes"),
+        (["sweep: {grid: {1a: [1]}}"], "4: jobs[0].sweep.grid.1a: '1a' is not the name of a parameter; use letters, digits and '_', and no digit at the beginning"),
         (["environment: {KEY: yes}"], "4: jobs[0].environment.KEY: true or false is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: 2024-01-31}"], "4: jobs[0].environment.KEY: a date is not allowed; it must be a text: write it in quotes"),
         (["environment: {KEY: }"], "4: jobs[0].environment.KEY: an empty value is not allowed; it must be a text: write it in quotes"),
@@ -203,6 +211,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["image: 3"], '4: jobs[0].image: 3 is not allowed; it must be a text: write it in quotes, "3"'),
         (["image: train", "working_dir: data"], "5: jobs[0].working_dir: 'data' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
         (["image: train", "checkpoint_dir: ~/kept"], "5: jobs[0].checkpoint_dir: '~/kept' is relative, but a job with an image begins in no folder of this machine; give a path that begins with '/'"),
+        (["hints: {initBatchSize: abc}"], "4: jobs[0].hints: initBatchSize is 'abc'; it must be a whole number"),
+        (["hints: {remainingSamples: -4}"], "4: jobs[0].hints: remainingSamples is -4; it must be at least 0"),
+        (["exit_codes: {fail: [300]}"], "4: jobs[0].exit_codes.fail[0]: 300 is not allowed; it must be a whole number from 1 to 255"),
+        (["exit_codes: {fail: [0]}"], "4: jobs[0].exit_codes.fail[0]: 0 is not allowed; it must be a whole number from 1 to 255"),
+        (["requested_replicas: 0"], "4: jobs[0].requested_replicas: 0 is not allowed; it must be a whole number of at least 1"),
+        (["after: [3]"], "4: jobs[0].after[0]: 3 is not allowed; it must be a mapping of fields"),
         (["hints: 7"], "4: jobs[0].hints: must be a mapping, as in {initBatchSize: 64}"),
     ],
 )  # fmt: skip
@@ -210,6 +224,32 @@ def test_a_wrong_job_is_refused_in_one_sentence(
     tmp_path: Path, lines: list[str], complaint: str
 ) -> None:
     assert jobs_error(tmp_path, *lines) == "jobs.yaml:" + complaint
+
+
+def models_of(spot: Spot) -> Iterator[type[BaseModel]]:
+    """The model of a value, and those of the values in it."""
+    model = spot.model
+    if model is not None:
+        yield model
+        for name, field in model.model_fields.items():
+            inside = spot.inside(field.alias or name)
+            assert inside is not None
+            yield from models_of(inside)
+    elif (entry := spot.inside(0)) is not None:
+        yield from models_of(entry)
+
+
+@pytest.mark.parametrize("model", [JobBatch, ClusterSpec, TeamsSpec, NewToken])
+def test_descriptions_name_the_bounds_of_their_fields(model: type[BaseModel]) -> None:
+    """A message about a value out of bounds would say that it is allowed otherwise."""
+    for inner in models_of(Spot(model)):
+        for name, field in inner.model_fields.items():
+            spot = Spot(inner).inside(name)
+            if spot is None or not field.description or inner is SchedHints:
+                continue
+            for one in spot.members:
+                for bound, value in one.bounds.items():
+                    assert str(value) in field.description, (inner, name, bound)
 
 
 def test_hints_are_named_with_key_and_value(tmp_path: Path) -> None:
@@ -290,7 +330,7 @@ def test_what_is_no_reference_to_an_image(image: str) -> None:
 
 
 def test_a_job_has_a_script_or_an_image(tmp_path: Path) -> None:
-    says = "script: is missing; give the path of a Python script, or as image a reference such as registry.example/train:2.1"
+    says = "script: is missing; give the path of a Python script, or instead a module such as package.train, a command or an image"
     for data in ({"name": "a"}, {"name": "a", "script": None, "image": None}):
         with pytest.raises(SpecError) as caught:
             parse_job(data)

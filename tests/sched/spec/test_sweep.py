@@ -78,6 +78,14 @@ def test_a_trial_is_a_job_with_its_parameters(tmp_path: Path) -> None:
         ("{search: {a: {low: 1, high: 9, step: 0.5}}, trials: 2}", "0.5 is not a whole number"),
         ("{search: {a: {low: 1, choices: [1]}}, trials: 2}", "excludes low, high, log and step"),
         ("{search: {a: {low: 1, high: 2}}, trials: 2, pruner: x}", "sweep.pruner: "),
+        ("{search: {a: {low: x, high: 2}}, trials: 2}", 'low: "x" is not allowed; it must be a n'),
+        ("{search: {a: {choices: []}}, trials: 2}", "a.choices: is empty; give at least one value"),
+        ("{search: {a: {low: 1, high: 2}}, trials: 10001}", "a whole number from 1 to 10000"),
+        ("{grid: {a: 0.1}}", "sweep.grid.a: 0.1 is not allowed; it must be a list of values"),
+        ("{grid: {a: [[1]]}}", "a[0]: [1] is not allowed; it must be a number, a text, true or f"),
+        ("{grid: {a: [1]}, max_parallel: 0}", "it must be a whole number of at least 1"),
+        ("{grid: {a: [1]}, max_replicas: x}", "it must be a whole number of at least 1"),
+        ("{grid: {a: [1]}, metric: ''}", "it must be a name of 1 to 100 characters"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, sweep: str, complaint: str) -> None:

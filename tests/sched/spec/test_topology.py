@@ -76,6 +76,12 @@ def test_levels_that_no_node_has_do_not_count(tmp_path):
         ),
         ("levels: [rack, rack]\nnodes: [{name: a, slots: 1}]\n", "names 'rack' twice"),
         ("levels: ['']\nnodes: [{name: a, slots: 1}]\n", "is not the name of a level"),
+        ("levels: [a b]\nnodes: [{name: a, slots: 1}]\n", "levels[0]: 'a b' is not the name of"),
+        (
+            "levels: [rack]\nnodes: [{name: a, slots: 1, topology: {rack: ''}}]\n",
+            "topology.rack: is empty; give the name of a domain, or leave the level out",
+        ),
+        ("levels: [a, b, c, d, e, f, g, h]\nnodes: [{name: a, slots: 1}]\n", "at most 7 names"),
         (
             "levels: [rack]\nnodes: [{name: a, slots: 1, topology: {rack: 3}}]\n",
             "must be a text",

@@ -58,7 +58,12 @@ def test_names_are_taken_once(store: Store) -> None:
     submit(store)
     with pytest.raises(JobExistsError, match=r"'toy' already exists \(Created\)"):
         submit(store)
-    with pytest.raises(UnknownJobError, match="no job is named 'tyo'; there are toy"):
+    with pytest.raises(UnknownJobError, match=r"no job is named 'tyo'; there is toy$"):
+        store.job("tyo")
+    for number in range(6):
+        submit(store, f"job-{number}")
+    said = "there are job-1, job-2, job-3, job-4, job-5 and 2 others$"
+    with pytest.raises(UnknownJobError, match=said):
         store.job("tyo")
 
 

@@ -18,6 +18,7 @@ from pipollux_sched.store import (
     Store,
     Submission,
     TrialState,
+    UnknownJobError,
     reports,
 )
 from pipollux_sched.views.sweeps import list_sweeps, sweep_details
@@ -83,6 +84,8 @@ def test_the_results_of_trials(store: Store) -> None:
     start(store, rates, 0, 1, 2)
     candidates = SnapshotReader(store, restart_seconds=1.0).read().candidates
     assert [job.name for job in candidates] == ["rates-0", "rates-1", "rates-2"]
+    with pytest.raises(UnknownJobError, match=r"there is rates$"):
+        store.job("rate")
     measure(store, "rates-0", (1, 5.0), (2, 3.0))
     measure(store, "rates-0", (2, 4.0))  # again, after a restart
     measure(store, "rates-1", (1, 2.0), (2, None))
