@@ -8,6 +8,7 @@ from pipollux_policies.autoscaling.autoscale import (
     NodePlan,
     autoscale,
     best_size,
+    missing_nodes,
     plan_nodes,
     release_order,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "family_of",
     "is_pinned",
     "make_policy",
+    "missing_nodes",
     "must_move",
     "num_survivors",
     "parse_policy",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -173,8 +173,12 @@ class Scheduler:
 
     # Life
 
-    def start(self) -> None:
+    def start(self, connecting: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """Lock the state directory and begin to schedule; return when requests are answered.
+
+        Args:
+            connecting: the context in which the engine connects to its cluster, which may block; an
+                exception that it raises there ends the start.
 
         Raises:
             StateDirError: another scheduler serves it, or it cannot be written.
@@ -193,7 +197,7 @@ class Scheduler:
             self._open_store(resources)
             self._start_feed(resources)
             self._make_notifier(resources)
-            self._start_backend(resources)
+            self._start_backend(resources, connecting)
             self._start_server(resources)
             self._controller.take_over(self.url)
             if self._autoscaler is not None:
@@ -311,7 +315,9 @@ class Scheduler:
         self._notifier = Notifier(self._store, self._notify, why_waiting, self._ending)
         resources.callback(self._notifier.close)
 
-    def _start_backend(self, resources: ExitStack) -> None:
+    def _start_backend(
+        self, resources: ExitStack, connecting: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         options = EngineOptions(
             state_dir=self.state_dir,
             cluster=self._cluster,
@@ -319,8 +325,9 @@ class Scheduler:
             pass_environment=self._pass_on,
             own=self._backend_options,
         )
-        engine = make_engine(self._backend_name, options)
-        resources.callback(engine.close)
+        with connecting():
+            engine = make_engine(self._backend_name, options)
+            resources.callback(engine.close)
         if engine.even and not isinstance(self._strategy, FixedStrategy):
             self._strategy = EvenStrategy(self._strategy)
         backend = ReplicaGroupManager(

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from pipollux_sched.cli import main
 from pipollux_sched.cli.jobs import job_table
-from pipollux_sched.lifecycle import CANCELLED, Phase
+from pipollux_sched.lifecycle import CANCELLED, Phase, SweepProgress
 from pipollux_sched.store import ListedPhase, StateDir, Store
 from pipollux_sched.views.jobs import list_jobs
 from tests.programs import run_pipollux
 from tests.sched.report import synthetic_log as synthetic
 
-from .kept import Clock, kept
+from .kept import Clock, kept, spec
 
 Say = Callable[..., str]
 
@@ -190,6 +190,13 @@ def test_explain_a_job_that_runs(say: Say) -> None:
 def test_explain_the_others(say: Say, job: str, says: str) -> None:
     assert says in say("explain", job)
     assert data(say, "explain", job)["name"] == job
+
+
+def test_explain_a_sweep_that_runs(say: Say, store: Store) -> None:
+    job = spec("rates", sweep={"grid": {"lr": [1, 2]}})
+    store.submit(job.name, job.model_dump(mode="json"), "token", 3)
+    store.transition("rates", SweepProgress("0 of 2 trials ended, 2 in progress."))
+    assert say("explain", "rates").startswith("rates is a sweep: only its trials hold slots.\n")
 
 
 def test_events(say: Say, store: Store) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -136,6 +139,36 @@ def test_a_search_of_the_page(served: Cli, ray_cluster: RayCluster, repository: 
     phases = [job["phase"] for job in cli.jobs().values()]
     assert len(phases) == 3
     assert set(phases) <= {"Complete", "Failed"}  # a trial that Tune stops is cancelled
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_connects(cli: Cli, number: signal.Signals) -> None:
+    """Nothing listens at the address; without the signal it would say so in the end."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        command = ["serve", "--backend", "ray", "--address", address]
+        server = Forked(cli.program, command, cli.environment, cli.folder)
+        cli.servers.append(server)
+        log = cli.state_dir / "ray.log"
+        wait_until(lambda: log.exists() and "Failed to connect" in log.read_text())
+        (client,) = clients(cli)
+        server.send_signal(number)
+        assert server.wait() == 0, server.errors
+    assert server.output == "Stopped before a connection to the cluster was made.\n"
+    assert server.errors == ""
+    assert not client.is_running()
+
+
+def clients(cli: Cli) -> list[psutil.Process]:
+    """Return the processes that are connected to Ray, or connect, for the scheduler."""
+    namespace = "pipollux-" + (cli.state_dir / "ray.id").read_text().strip()
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [process] if namespace in process.cmdline() else []
+    return found
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,9 @@ def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:
     shown = json.loads(cli("jobs", "--trials", "-o", "json").stdout)
     assert [job["trial"] for job in shown] == [None, 0, 1, 2, 3]
     assert "is no sweep" in one_sentence(cli("sweeps", "rates-1"), 1)
+    told = one_sentence(cli("logs", "--follow", "rates"), 1)
+    (look,) = re.findall(r"with: pipollux (logs \S+)$", told.strip())
+    assert '"PIPOLLUX_TRIAL": "0"' in cli(*look.split()).stdout
 
 
 @pytest.mark.exhaustive

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from pipollux_sched.store import (
     UnknownJobError,
 )
 from pipollux_sched.utils import vital_thread
+from pipollux_sched.utils.signals import Interruption
 from pipollux_sched.views.cluster import list_nodes
 from tests.programs import Forked
 from tests.sched.processes import processes_of
@@ -376,3 +379,19 @@ def test_gpu_nodes_without_the_gpus(directory: Path) -> None:
     with pytest.raises(BackendError, match=r"big have 1000 slots of kind gpu.*kind: cpu"):
         scheduler.start()
     scheduler.stop()
+
+
+def test_the_first_signal_raises_and_later_ones_are_counted() -> None:
+    def connect() -> None:
+        with interruption.raising(), ExitStack() as resources:
+            resources.callback(signal.raise_signal, signal.SIGINT)  # while resources are released
+            signal.raise_signal(signal.SIGINT)
+
+    with Interruption() as interruption:
+        with pytest.raises(KeyboardInterrupt):
+            connect()
+        assert interruption.count == 2
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.count == 3
+        with pytest.raises(KeyboardInterrupt), interruption.raising():
+            pytest.fail("signals had arrived before")

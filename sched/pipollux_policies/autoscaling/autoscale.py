@@ -9,21 +9,24 @@ functions are pure; `pipollux_sched.allocator.expander` rents and releases nodes
 >>> job = JobInfo({"slots": 4}, lambda nodes, replicas: replicas, 0.0, 1, 2)
 >>> one = {"n": NodeInfo({"slots": 4})}
 >>> autoscale(rules, state, PolluxPolicy(), {"j": job}, one, {"j": ["n"]}, one["n"])[1]
-4
+2
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
 from pipollux_policies.allocations.order import by_safety
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned, usable_nodes
 from pipollux_policies.base import Policy
-from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, TemplateNode
+from pipollux_policies.jobs.job_info import JobInfo, NodeInfo, ReplicaShape, TemplateNode
 
 from .utility import UtilityBand, utility
 
@@ -98,7 +101,10 @@ def autoscale(
     def utility_of(size: int) -> float:
         return _utility_at(size, policy, jobs, nodes, allocations, node_template)
 
-    low, high = (now, rules.max_nodes) if mean > rules.band.high else (floor, now)
+    low, high = floor, now
+    if mean > rules.band.high:
+        more = max(missing_nodes(jobs, nodes, node_template), 0)
+        low, high = now, min(now + more, rules.max_nodes)
     desired = best_size(utility_of, low, high, rules.band.target)
     return AutoscalingState((), now, desired), desired
 
@@ -142,6 +148,29 @@ def _least_nodes(
         if needed is not None and needed <= rules.max_nodes:
             least = max(least, needed)
     return least
+
+
+def missing_nodes(jobs: Jobs, nodes: Nodes, template: NodeInfo) -> int:
+    """Return how many nodes could be added until all jobs have their most replicas.
+
+    Negative: so many are left over even then. The utility alone does not say so: it also falls with
+    nodes that no job can use. A node counts by the shape that fits it worst, so that nodes which
+    differ from the template never hide that one is missing.
+    """
+    shapes: list[tuple[ReplicaShape, int]] = []
+    needed = Fraction()
+    for job in jobs.values():
+        fitting = [(shape, n) for shape in job.all_shapes if (n := template.num_fitting(shape))]
+        shapes += fitting
+        needed += max((Fraction(job.most_replicas(shape), n) for shape, n in fitting), default=0)
+    alike: dict[object, list[NodeInfo]] = defaultdict(list)
+    for node in usable_nodes(nodes).values():
+        alike[node.gpu_type, frozenset(node.resources.items())].append(node)
+    there = Fraction()
+    for node, *others in alike.values():
+        each = min((Fraction(node.num_fitting(shape), n) for shape, n in shapes), default=0)
+        there += each * (1 + len(others))
+    return math.ceil(needed - there)
 
 
 def _nodes_to_run(job: JobInfo, template: NodeInfo) -> int | None:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipollux_sched.lifecycle import SWEEPING
 from pipollux_sched.views.explanation import Alternative, ExplanationView, NetworkCost
 from pipollux_utils.text import DASH, clean, count, first_line, spell_moment, spell_nodes
 
@@ -76,6 +77,8 @@ def _inset(content: RenderableType) -> RenderableType:
 def _has(found: ExplanationView) -> str:
     if found.phase.ended:
         return _had(found)
+    if found.reason == SWEEPING:
+        return f"{found.name} is a sweep: only its trials hold slots."
     if not found.nodes:
         return f"{found.name} holds no slots."
     replicas = f"{count(len(found.nodes), 'replica')} of {count(found.num_stages, 'stage')}"

@@ -62,6 +62,11 @@ def logs(
     """
     with reading(state_dir) as reader:
         job = reader.job(name)
+        if job.sweep == job.name:
+            raise CommandError(
+                f"job '{name}' is a sweep, and each of its trials has a log of its own; see the "
+                f"first one with: pipollux logs {name}-0"
+            )
         log = LogReader(reader, name, attempt, replica)
         on_terminal = sys.stdout.isatty()
         for line in _lines(log, reader, name, follow):

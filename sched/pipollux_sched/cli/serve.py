@@ -230,7 +230,11 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.set_threshold(*COLLECTION_THRESHOLDS)
     with Interruption() as interruption:
-        scheduler.start()
+        try:
+            scheduler.start(interruption.raising)
+        except KeyboardInterrupt:
+            typer.echo("Stopped before a connection to the cluster was made.")
+            return
         known = scheduler.store.nodes().values()
         slots = sum(node.slots for node in known)
         typer.echo(

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from pipollux_protocol.environment import parameter_text
 from pipollux_sched.lifecycle import Cancel, Event, Phase, SweepEnded, SweepProgress
+from pipollux_sched.report.sweep_text import spell_end, spell_progress
 from pipollux_sched.spec.job import JobSpec, SpecError, parse_job
 from pipollux_sched.spec.sweep import SweepSpec
 from pipollux_sched.store import (
@@ -28,7 +28,6 @@ from pipollux_sched.store import (
     UnknownJobError,
 )
 from pipollux_sched.utils.failure_log import FailureLog
-from pipollux_utils.text import count
 
 from .search import Search
 
@@ -37,7 +36,6 @@ PAUSE = 0.5
 """Seconds between two passes over the sweeps, if anything has changed."""
 REST = 9.0
 """The same in durations of the last pass: tables of thousands of trials take a while to read."""
-_MOST_OF_WORDS = 200
 
 
 class SweepLoop:
@@ -178,25 +176,18 @@ class SweepLoop:
         states = self._store.sweeps.counts(sweep.name).get(sweep.name, {})
         ended = sum(number for state, number in states.items() if state.ended)
         best = self._store.sweeps.best(sweep.name, spec)
-        told = "" if best is None else f"; the best is {spell_best(best, spec)}"
         if ended < spec.num_trials:
-            runs = states.get(TrialState.UNFINISHED, 0)
-            message = (
-                f"{ended} of {count(spec.num_trials, 'trial')} ended, {runs} in progress{told}"
-                f"{'; more wait, as its team has reached max_submit_jobs' * team_full}."
-            )
+            message = spell_progress(states, best, spec, team_full=team_full)
             if message != sweep.state.message or sweep.phase is not Phase.RUNNING:
                 self._handle(sweep.name, SweepProgress(message))
             return
-        parts = ", ".join(f"{states[state]} {state}" for state in TrialState if states.get(state))
         complete = states.get(TrialState.COMPLETE, 0) + states.get(TrialState.PRUNED, 0) > 0
-        message = f"All {count(spec.num_trials, 'trial')} have ended ({parts}){told}."
+        failed = None if complete else self._first_failed(sweep.name)
+        message = spell_end(states, best, spec, failed)
         self._handle(sweep.name, SweepEnded(complete=complete, message=message))
 
-
-def spell_best(trial: TrialRecord, spec: SweepSpec) -> str:
-    """Return the number, metric and parameters of a trial in a few words."""
-    value = "" if trial.value is None else f"{spec.metric} {trial.value:.4g}, "
-    said = " ".join(f"{name}={parameter_text(entry)}" for name, entry in trial.parameters.items())
-    short = said if len(said) <= _MOST_OF_WORDS else f"{said[: _MOST_OF_WORDS - 3]}..."
-    return f"trial {trial.number} with {value}{short}"
+    def _first_failed(self, sweep: str) -> JobRecord | None:
+        """Return the job of the first trial that failed by itself."""
+        trials = self._store.sweeps.trials(sweep)
+        first = next((trial.job for trial in trials if trial.state is TrialState.FAILED), None)
+        return None if first is None else self._store.job(first)

@@ -17,6 +17,7 @@ from pipollux_policies import (
     Policy,
     autoscale,
     make_policy,
+    missing_nodes,
     shape_of,
 )
 from pipollux_policies.allocations.allocation import network_level
@@ -90,7 +91,8 @@ class Plan:
     assignments: tuple[PlannedJob, ...]
     nodes: tuple[NodeUse, ...]
     desired_nodes: int
-    """Number of nodes by the utility band (`policy.autoscale`), at most twice the present one."""
+    """Number of nodes by the utility band (`autoscale`), at most twice the present one, and no more
+    than these jobs could use."""
     sweeps: tuple[PlannedSweep, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +198,10 @@ def _advised_nodes(
     rules = AutoscalingRules(min_nodes=1, max_nodes=2 * len(nodes), window=1)
     template = node_template(nodes)
     state = AutoscalingState()
-    return autoscale(rules, state, policy, jobs, nodes, allocations, template)[1]
+    advised = autoscale(rules, state, policy, jobs, nodes, allocations, template)[1]
+    # The band leaves room for jobs to come; this is about the given ones.
+    used = len({node for held in allocations.values() for node in held})
+    return min(advised, max(len(nodes) + missing_nodes(jobs, nodes, template), used, 1))
 
 
 def _assignment(

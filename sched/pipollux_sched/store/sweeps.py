@@ -7,7 +7,7 @@ when it may run; that job's row names the sweep and the number of the trial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -192,6 +192,13 @@ class Sweeps:
         query = select(JobRow).where(JobRow.sweep == sweep, JobRow.trial.is_not(None))
         with self._database.read() as session:
             return {row.trial or 0: job_record(row) for row in session.scalars(query)}
+
+
+def best_of(trials: Iterable[TrialRecord], spec: SweepSpec) -> TrialRecord | None:
+    """Return what `Sweeps.best` finds, of the trials of a sweep."""
+    sign = 1.0 if spec.direction == "minimize" else -1.0
+    known = [one for one in trials if one.state is TrialState.COMPLETE and one.value is not None]
+    return min(known, key=lambda one: (sign * (one.value or 0.0), one.number), default=None)
 
 
 def begin(session: Session, sweep: str, spec: SweepSpec) -> None:

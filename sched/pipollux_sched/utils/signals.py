@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -16,7 +17,8 @@ class Interruption:
     """Context, for the main thread, that counts termination signals and can wait for them.
 
     The signals are SIGINT (Ctrl-C), SIGTERM, and SIGHUP unless it is ignored, as under nohup. The
-    handler only counts and writes a byte into a pipe: it takes no lock, so it may run at any time.
+    handler only counts and writes a byte into a pipe, except within `raising`: it takes no lock, so
+    it may run at any time.
 
     Example:
         >>> with Interruption() as interruption:
@@ -26,6 +28,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.count = 0
+        self._raises = False
         self._previous: dict[signal.Signals, Any] = {}
         self._pipe = (-1, -1)
 
@@ -48,7 +51,25 @@ class Interruption:
             select.select([self._pipe[0]], [], [], timeout)
         return self.count > 0
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise `KeyboardInterrupt` at the first signal, also one that has arrived before.
+
+        For calls that block without waiting for this object. Later signals are only counted, so
+        that they do not disturb the release of resources.
+        """
+        self._raises = True  # before the check, so that no signal arrives between the two
+        try:
+            if self.count:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
+
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
         with suppress(OSError):
             os.write(self._pipe[1], b".")
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt

@@ -73,12 +73,12 @@ def list_forecasts(store: Store) -> ForecastsView:
 def accuracy(past: Iterable[PastForecast]) -> ForecastAccuracyView:
     """Return how many past intervals covered what happened, and the errors of their medians."""
     found = list(past)
-    ends = [_covers(one.forecast.end, one.ended_at) for one in found]
-    starts = [
+    ends = _known(_covers(one.forecast.end, one.ended_at) for one in found)
+    starts = _known(
         _covers(one.forecast.start, one.started_at)
         for one in found
         if one.forecast.start is not None and one.started_at > one.forecast.made_at
-    ]
+    )
     errors = [error for one in found if (error := _error(one)) is not None]
     return ForecastAccuracyView(
         num_ends=len(ends),
@@ -89,9 +89,16 @@ def accuracy(past: Iterable[PastForecast]) -> ForecastAccuracyView:
     )
 
 
-def _covers(estimate: Mapping[str, float | None], moment: float) -> bool:
-    low, high = (estimate[name] for name in ("low", "high"))
+def _covers(estimate: Mapping[str, float | None], moment: float) -> bool | None:
+    """Return whether an interval covers a moment; None: it has no known bound to compare."""
+    low, high = estimate["low"], estimate["high"]
+    if low is None and high is None:
+        return None
     return (math.inf if low is None else low) <= moment <= (math.inf if high is None else high)
+
+
+def _known(covered: Iterable[bool | None]) -> list[bool]:
+    return [one for one in covered if one is not None]
 
 
 def _error(one: PastForecast) -> float | None:

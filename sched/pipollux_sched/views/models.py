@@ -200,17 +200,21 @@ class JobForecastView(ForecastView):
 
 
 class PastForecastView(JobForecastView):
-    """A recorded forecast of a job that has completed; `covered`: its end was in the interval."""
+    """A recorded forecast of a job that has completed.
+
+    `covered`: its end was in the interval; null: the forecast had no known end.
+    """
 
     started_at: float
     ended_at: float
-    covered: bool
+    covered: bool | None
 
 
 class ForecastAccuracyView(View):
     """How the recorded forecasts of completed jobs turned out; shares are null without any.
 
-    `num_ends` forecasts of an end are compared, and `num_starts` of a start that was still ahead.
+    `num_ends` forecasts of an end are compared, and `num_starts` of a start that was still ahead;
+    intervals without any known bound are not.
     `median_error` is that of the predicted end, relative to the time that was left.
     """
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
+from pipollux_sched.lifecycle import SWEEPING, Phase
+from pipollux_sched.report.sweep_text import TEAM_FULL, spell_progress
 from pipollux_sched.spec.sweep import SweepSpec
 from pipollux_sched.store import JobRecord, Store, TrialRecord, TrialState, UnknownJobError
+from pipollux_sched.store.sweeps import best_of
 
 from .models import JobView, SweepDetails, SweepView, TrialView
 
@@ -13,7 +17,10 @@ from .models import JobView, SweepDetails, SweepView, TrialView
 def list_sweeps(store: Store) -> list[SweepView]:
     """Return all sweeps, in the order of submission."""
     counts = store.sweeps.counts()
-    return [_sweep(store, job, counts.get(job.name, {})) for job in store.sweeps.all()]
+    return [
+        _sweep(job, counts.get(job.name, {}), store.sweeps.best(job.name, _spec(job)))
+        for job in store.sweeps.all()
+    ]
 
 
 def sweep_details(store: Store, name: str) -> SweepDetails:
@@ -22,26 +29,31 @@ def sweep_details(store: Store, name: str) -> SweepDetails:
     if not job.is_sweep:
         raise UnknownJobError(f"job {name!r} is no sweep; see it with: pipollux describe {name}")
     spec = _spec(job)
-    counts = store.sweeps.counts(name).get(name, {})
     jobs, curves = store.sweeps.jobs(name), store.sweeps.curves(name, spec.metric)
-    trials = []
-    for trial in store.sweeps.trials(name):
+    records, trials = store.sweeps.trials(name), []
+    for trial in records:
         curve = curves.get(trial.number)
         latest = curve[max(curve)] if curve and not trial.state.ended else trial.value
         trials.append(_trial(trial, jobs.get(trial.number), latest))
-    return SweepDetails(**dict(_sweep(store, job, counts)), trials=trials)
+    # From the same records, so that the sums fit the trials whatever ends meanwhile.
+    counts = Counter(trial.state for trial in records)
+    return SweepDetails(**dict(_sweep(job, counts, best_of(records, spec))), trials=trials)
 
 
-def _sweep(store: Store, job: JobRecord, counts: Mapping[TrialState, int]) -> SweepView:
+def _sweep(job: JobRecord, counts: Mapping[TrialState, int], best: TrialRecord | None) -> SweepView:
     spec, view = _spec(job), JobView.of(job)
-    best = store.sweeps.best(job.name, spec)
+    # The stored message of a sweep in progress is that of the controller's last pass.
+    in_progress = job.phase is Phase.RUNNING and job.state.reason == SWEEPING
+    message = job.state.message
+    if in_progress:
+        message = spell_progress(counts, best, spec, team_full=TEAM_FULL in message)
     known = {state: counts.get(state, 0) for state in TrialState}
     # The trials that a search has not proposed yet wait, too.
     known[TrialState.WAITING] += spec.num_trials - sum(counts.values())
     return SweepView(
         name=job.name,
         phase=view.listed_phase,
-        message=job.state.message,
+        message=message,
         submitted_at=job.submitted_at,
         ended_at=job.ended_at,
         user=job.spec.get("user"),

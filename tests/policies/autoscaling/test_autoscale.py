@@ -18,6 +18,7 @@ from pipollux_policies import (
     autoscale,
     best_size,
     is_pinned,
+    missing_nodes,
     plan_nodes,
     release_order,
     utility,
@@ -133,6 +134,25 @@ def test_it_grows_to_where_the_policy_reaches_the_middle_of_the_band() -> None:
         nodes = {f"n{n}": single for n in range(before)}
         _, desired = autoscale(rules, state, POLICY, jobs, nodes, {"a": held}, single)
         assert desired == after
+
+
+def test_it_never_grows_beyond_what_the_most_replicas_of_all_jobs_fill() -> None:
+    """Nodes that no job can use would bring the utility of perfect scaling down to the band."""
+    rules = AutoscalingRules(max_nodes=16, window=1)
+    jobs = {name: JobInfo({"slots": 2}, scaling(0), 0.0, 1, 2, age=1e4) for name in "abc"}
+    full = {"a": ["n0", "n0"], "b": ["n1", "n1"]}
+    assert rounds(1, rules, jobs, cluster(2), full)[1] == [3]
+    spread = {"a": ["n0", "n1"], "b": ["n2", "n2"], "c": ["n3", "n3"]}
+    assert rounds(1, rules, jobs, cluster(4), spread)[1] == [4]
+    # Nodes that are too small for a job do not count as room for it.
+    mixed = {**cluster(2), "small": NodeInfo({"slots": 1}), "other": NodeInfo({"slots": 1})}
+    assert rounds(1, rules, jobs, mixed, full)[1] == [5]
+    assert missing_nodes(jobs, mixed, NODE) == 1
+    assert missing_nodes(jobs, cluster(12), NODE) == -9
+    # By the shape that takes the most nodes.
+    wide = ReplicaShape(4, {"slots": 4}, scaling(0), max_replicas=3)
+    either = JobInfo({"slots": 2}, scaling(0), 0.0, 1, 4, shapes=(wide,))
+    assert missing_nodes({"a": either}, {}, NODE) == 3
 
 
 def test_it_shrinks_to_nothing_when_nothing_is_to_be_done_and_starts_again() -> None:

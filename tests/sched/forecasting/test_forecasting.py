@@ -260,6 +260,26 @@ def test_a_covered_end_and_a_covered_start(store: Store, clock: Clock) -> None:
     assert accuracy.median_error == pytest.approx(0.2)
 
 
+def test_only_known_intervals_are_compared(store: Store, clock: Clock) -> None:
+    begin = clock.now
+    unknown = dict.fromkeys(("low", "median", "high"))
+    later = {**unknown, "low": begin + 90.0}
+    for end in (unknown, later):
+        forecast = StoredForecast(clock.now, unknown, end, end, uncorrected_start=unknown)
+        store.forecasts.keep({"second": forecast}, ["second"])
+        clock.now += 10
+    store.transition("second", Allocate(["n"], "it is free"))
+    store.transition("second", Started(1, ("4711",)))
+    clock.now = begin + 100
+    store.transition("second", Exited(1, Outcome.COMPLETE, step=9, epoch=0))
+    found = list_forecasts(store)
+    assert [one.covered for one in found.past] == [None, True]
+    assert (found.accuracy.num_ends, found.accuracy.ends_covered) == (1, 1.0)
+    assert (found.accuracy.num_starts, found.accuracy.starts_covered) == (0, None)
+    errors = StateReader(store, restart_seconds=RESTART, interval=60.0).read().errors
+    assert [(one.score, one.start, one.running) for one in errors] == [(None, None, None)] * 2
+
+
 def test_starts_and_running_times_are_learned_from(store: Store, clock: Clock) -> None:
     made = Forecaster(store).make()
     raw = made["second"].uncorrected_start

@@ -259,6 +259,12 @@ def test_a_plan_says_why_a_job_waits() -> None:
     assert rows[1].why == "waits: needs 4 slots free on one node, and n1, the freest, has 2 slots"
 
 
+@pytest.mark.parametrize(("present", "advised"), [(2, 3), (3, 3), (12, 3)])
+def test_no_more_nodes_are_advised_than_the_jobs_can_use(present: int, advised: int) -> None:
+    jobs = [job(name, min_replicas=2, max_replicas=2) for name in "abc"]
+    assert plan(cluster(*[2] * present), jobs).desired_nodes == advised
+
+
 def test_a_sweep_is_planned_by_its_first_trials() -> None:
     """Those that the scheduler would submit: as many as fit, or as the sweep allows."""
     grid = {"grid": {"lr": [0.1, 0.2, 0.3], "width": [1, 2]}}

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from pipollux_sched.allocator.snapshot import SnapshotReader
-from pipollux_sched.lifecycle import Allocate, Cancel, Exited, Outcome, Phase, SweepEnded
+from pipollux_sched.controller.sweeps import SweepLoop
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Cancel,
+    Exited,
+    Outcome,
+    Phase,
+    Suspend,
+    SweepEnded,
+    SweepProgress,
+)
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import (
     JobEndedError,
@@ -98,6 +108,53 @@ def test_the_results_of_trials(store: Store) -> None:
     assert view.best is not None
     assert (view.best.number, view.best.value, view.best.parameters) == (0, 4.0, {"lr": 0.1})
     assert [trial.value for trial in store.sweeps.trials("rates")] == [4.0, None, None]
+
+
+def test_the_message_of_a_sweep_fits_its_trials(store: Store) -> None:
+    """Also before the controller has stored how far it has come."""
+    rates = spec("rates")
+    submit(store, rates)
+    start(store, rates, 0, 1, 2)
+    store.transition("rates", SweepProgress("0 of 3 trials ended, 3 in progress."))
+    for number, value in enumerate((5.0, 4.0)):
+        measure(store, f"rates-{number}", (1, value))
+        end(store, f"rates-{number}")
+    details, (listed,) = sweep_details(store, "rates"), list_sweeps(store)
+    assert details.message.startswith("2 of 3 trials ended, 1 in progress; the best is trial 1 ")
+    assert details.best is not None
+    assert (listed.message, listed.best) == (details.message, details.best)
+    assert listed.trial_states == details.trial_states
+    store.transition("rates", Suspend())
+    assert sweep_details(store, "rates").message == store.job("rates").state.message
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"), [("it broke\nat line 2", "it broke"), ("x" * 300, "x" * 165 + "...")]
+)
+def test_a_failed_sweep_has_the_cause(store: Store, message: str, cause: str) -> None:
+    rates = spec("rates")
+    submit(store, rates)
+    start(store, rates, 0, 1, 2)
+    store.transition("rates-0", Cancel())
+    end(store, "rates-0", Outcome.STOPPED)
+    for number in (1, 2):
+        store.transition(f"rates-{number}", Exited(1, Outcome.FAILED, message=message))
+    SweepLoop(store, lambda *_: None, store.transition).step()
+    assert store.job("rates").state.message == (
+        "All 3 trials have ended (2 failed, 1 cancelled); "
+        f"rates-1: Failed once, max_restarts is 0: {cause}"
+    )
+
+
+def test_a_sweep_without_its_metric_says_so(store: Store) -> None:
+    submit(store, spec("rates"))
+    start(store, spec("rates"), 0, 1, 2)
+    for number in range(3):
+        measure(store, f"rates-{number}", (1, 1.0), name="other")
+        end(store, f"rates-{number}")
+    SweepLoop(store, lambda *_: None, store.transition).step()
+    told = "All 3 trials have ended (3 complete); no trial has reported error."
+    assert store.job("rates").state.message == told
 
 
 def test_the_loss_of_an_epoch_is_its_mean(store: Store) -> None:

@@ -81,6 +81,7 @@ class RayClient:
         self._log = log
         self._messages: deque[tuple[Any, ...]] = deque()
         self._number, self._started_at = 0, -math.inf
+        self._connected = False
         self.refusal = ""
         """Why the cluster does not answer."""
 
@@ -106,16 +107,17 @@ class RayClient:
             self._process.close()
             self.refusal = _sentence(why) or self.refusal
             raise ClusterUnavailableError(f"Ray does not answer: {self.refusal}")
+        self._connected = True
         nodes = {key: RayNode(*node) for key, node in found[0].items()}
         actors = {key: Actor(*actor) for key, actor in found[1].items()}
         return Snapshot(begun, self._number, nodes, actors, found[2])
 
     def close(self) -> None:
-        """End the client, once it has done what was sent."""
+        """End the client, once it has done what was sent; at once if none has ever connected."""
         if self._process.runs:
             with suppress(OSError):
                 self._process.send(self._pop_messages(), QUIT_PATIENCE)
-        self._process.close(QUIT_PATIENCE)
+        self._process.close(QUIT_PATIENCE if self._connected else 0.0)
 
     def _note_start(self, now: float) -> None:
         if now < self._started_at + RESTART_INTERVAL:

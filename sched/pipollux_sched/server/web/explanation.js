@@ -29,6 +29,7 @@ export function explanation(why) {
 
 function has(why) {
   if (["Complete", "Failed"].includes(why.phase)) return had(why.last_decision);
+  if (why.reason === "Sweeping") return "It is a sweep: only its trials hold slots.";
   if (!why.nodes.length) return "It holds no slots.";
   return `It has ${count(why.nodes.length, "replica")} of ${count(why.num_stages, "stage")} on ${places(why.nodes)}.`;
 }

@@ -65,7 +65,7 @@ export class Forecasts {
       { title: "Forecast made", kind: "short", text: (one) => moment(one.made_at) },
       { title: "End, as forecast", text: (one) => between(one.end) },
       { title: "Ended", kind: "short", text: (one) => moment(one.ended_at) },
-      { title: "In the interval", text: (one) => (one.covered ? "yes" : "no") },
+      { title: "In the interval", text: (one) => (one.covered === null ? DASH : one.covered ? "yes" : "no") },
       { title: "Error", kind: "n", text: error },
     ];
   }
