@@ -83,7 +83,7 @@ class RayClient:
         self._number, self._started_at = 0, -math.inf
         self._connected = False
         self.refusal = ""
-        """Why the cluster does not answer."""
+        """Why the cluster does not answer; empty: it does."""
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call a method of `Driver` before the next snapshot; lost without a client."""
@@ -102,12 +102,13 @@ class RayClient:
         except TimeoutError as error:
             why = str(error)
         except (OSError, ValueError):
-            why = f"its client has ended: {(last_lines(self._log, 1) or ['it printed nothing'])[0]}"
+            why = self._last_words()
         if found is None:
             self._process.close()
-            self.refusal = _sentence(why) or self.refusal
+            # Without either, it has ended since the last answer, and must not start again yet.
+            self.refusal = _sentence(why) or self.refusal or self._last_words()
             raise ClusterUnavailableError(f"Ray does not answer: {self.refusal}")
-        self._connected = True
+        self._connected, self.refusal = True, ""
         nodes = {key: RayNode(*node) for key, node in found[0].items()}
         actors = {key: Actor(*actor) for key, actor in found[1].items()}
         return Snapshot(begun, self._number, nodes, actors, found[2])
@@ -118,6 +119,9 @@ class RayClient:
             with suppress(OSError):
                 self._process.send(self._pop_messages(), QUIT_PATIENCE)
         self._process.close(QUIT_PATIENCE if self._connected else 0.0)
+
+    def _last_words(self) -> str:
+        return f"its client has ended: {(last_lines(self._log, 1) or ['it printed nothing'])[0]}"
 
     def _note_start(self, now: float) -> None:
         if now < self._started_at + RESTART_INTERVAL:
