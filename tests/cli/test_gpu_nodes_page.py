@@ -49,7 +49,7 @@ def test_the_pages_commands(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_page_names_the_limits() -> None:
     text = " ".join(PAGE.read_text().split())
     assert f"every {monitor.INTERVAL:.0f} seconds" in text
-    assert f"have {foreign.LATE:.0f} seconds to end after it" in text
+    assert f"have {foreign.LATE:.0f} seconds to exit" in text
     assert f"again {foreign.RETURN_AFTER:.0f} seconds after its last foreign process" in text
     assert f"gives it up after {probe_process.TIMEOUT:.0f} seconds" in text
     assert f"asks again after {probe_process.RETRY_AFTER / 60:.0f} minutes" in text
