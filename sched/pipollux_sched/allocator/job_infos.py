@@ -150,6 +150,7 @@ def job_info(
     hints = None if said.doubt else hints
     priority, preempts = (0, True) if teams is None else teams.priority_of(spec)
     own: SpeedupCallable = said.speedups.get(spec.num_stages, linear_speedup)
+    rate = _rate(said.speedups.get(num_stages or spec.num_stages), trained_on)
     return JobInfo(
         resources=replica_resources(spec, nodes=nodes),
         speedup_fn=own,
@@ -175,9 +176,7 @@ def job_info(
             history,
             has_trained=has_trained,
             relatives=relatives,
-            work_since=trained_seconds
-            and trained_seconds
-            * _rate(said.speedups.get(num_stages or spec.num_stages), trained_on),
+            work_since=trained_seconds * rate,
         ),
         requested_replicas=spec.requested_replicas,
         team="" if teams is None else teams.team_of(spec),

@@ -100,6 +100,20 @@ def test_a_move_that_gains_less_than_it_costs_is_not_made() -> None:
     assert len(ask(1e6)) == 4
 
 
+@pytest.mark.parametrize("left", [0.0, 1e-6, 1.0])
+def test_a_job_that_is_about_to_end_takes_no_slots_of_others(left: float) -> None:
+    """Also one that has outlasted its length: what it would gain is never worth a change."""
+
+    def job(work: float) -> JobInfo:
+        return JobInfo({"slots": 1}, scaling(0.1), 0.0, 1, 4, age=100.0, remaining_work=work)
+
+    jobs = {"ends": job(left), "a": job(100.0), "b": job(50.0)}
+    nodes = {name: NodeInfo({"slots": 2}) for name in ("n0", "n1")}
+    base = {"ends": ["n0"], "a": ["n0", "n1"], "b": ["n1"]}
+    answer, _ = ExactPolicy().optimize(jobs, nodes, base, TEMPLATE)
+    assert {name: sorted(held) for name, held in answer.items()} == base
+
+
 def test_the_shorter_job_comes_first() -> None:
     nodes = {"n": NodeInfo({"slots": 4})}
     jobs = {
