@@ -312,6 +312,6 @@ def _kept(work: Floats, speedups: Floats, lasts: Floats | float, seconds: Floats
         left = np.where(speedups > 0, work / speedups, np.inf)
     used = np.minimum(left, lasts)
     total = used + seconds
-    shares: Floats = np.divide(used, total, out=np.ones_like(used), where=total > 0)
+    shares: Floats = np.divide(used, total, out=np.ones_like(used), where=used > 0)
     kept: Floats = shares.mean(axis=0)
     return kept

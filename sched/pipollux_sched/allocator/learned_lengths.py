@@ -13,6 +13,10 @@ from pipollux_sched.store import CompletedRecord, Store
 
 from .hints import worth
 
+MOST_ASSUMED = 0.99
+"""Share of a job's remaining samples that it is assumed to have trained since its hints. It has not
+ended, and policies take a job without work left for one that only has to be started to end."""
+
 
 class LearnedLengths:
     """The history of a store's completed jobs; reads only new ones."""
@@ -103,7 +107,9 @@ def length_of(
         return {}
     trained = hints.trained_samples if has_trained else 0.0
     left, goodput = hints.remaining_samples, own.base_goodput
-    since = work_since * goodput if left is None else min(work_since * goodput, left)
+    since = work_since * goodput
+    if left is not None:
+        since = min(since, MOST_ASSUMED * left)
     left = None if left is None else left - since
     trained = None if trained is None else trained + since
     told = {} if left is None else {"remaining_work": left / goodput}
