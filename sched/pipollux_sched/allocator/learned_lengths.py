@@ -14,8 +14,9 @@ from pipollux_sched.store import CompletedRecord, Store
 from .hints import worth
 
 MOST_ASSUMED = 0.99
-"""Share of a job's remaining samples that it is assumed to have trained since its hints. It has not
-ended, and policies take a job without work left for one that only has to be started to end."""
+"""Share of a job's remaining samples that it is assumed to have trained since its hints, and it has
+a sample left: it has not ended, and may evaluate its model for a while. Policies take a job without
+work left for one that only has to be started to end."""
 
 
 class LearnedLengths:
@@ -108,9 +109,9 @@ def length_of(
     trained = hints.trained_samples if has_trained else 0.0
     left, goodput = hints.remaining_samples, own.base_goodput
     since = work_since * goodput
-    if left is not None:
+    if left is not None and since > 0:
         since = min(since, MOST_ASSUMED * left)
-    left = None if left is None else left - since
+        left = max(left - since, 1.0)
     trained = None if trained is None else trained + since
     told = {} if left is None else {"remaining_work": left / goodput}
     if trained is not None:

@@ -133,11 +133,12 @@ def test_what_a_job_has_trained_since_its_hints_counts(store: Store, clock: Cloc
         left = {job.name: job.info.likely_work for job in snapshot.candidates}
         assert left["runs"] == pytest.approx((whole - trained,))
         assert left["stops"] == left["starts"] == pytest.approx((whole,))
-    store.put_hints("runs", 1, {**HINTS, "remainingSamples": 100.0, "trainedSamples": 7e4})
-    clock.now += 100.0
-    snapshot = SnapshotReader(store, restart_seconds=30.0, clock=clock).read()
-    found = next(job.info.likely_work for job in snapshot.candidates if job.name == "runs")
-    assert found == pytest.approx((1.0 / goodput(),)), "it has not ended, so something is left"
+    for told, left in ((1000.0, 10.0), (100.0, 1.0), (0.0, 1.0)):
+        store.put_hints("runs", 1, {**HINTS, "remainingSamples": told, "trainedSamples": 7e4})
+        clock.now += 100.0
+        snapshot = SnapshotReader(store, restart_seconds=30.0, clock=clock).read()
+        found = next(job.info.likely_work for job in snapshot.candidates if job.name == "runs")
+        assert found == pytest.approx((left / goodput(),)), "it has not ended"
 
 
 def test_each_job_is_read_once(store: Store, clock: Clock) -> None:
