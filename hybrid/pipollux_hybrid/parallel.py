@@ -15,7 +15,7 @@ from pipollux_hybrid.checkpoint.model_state import ModelState
 from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import ConfigurationError
-from pipollux_hybrid.job import device_groups
+from pipollux_hybrid.job import device_groups, nccl
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
 from pipollux_hybrid.job.peers import needing_all, passing_on
@@ -185,7 +185,9 @@ class HybridParallel(PipelineModel):
         orders = choose_orders(ctx, schedule, chunks_per_stage, wanted)
         chosen = choose_devices(ctx.env, wanted, devices)
         make_current(chosen[ctx.env.stage])
-        shared = device_groups.place(chosen if ctx.mesh is None else [chosen[ctx.env.stage]])
+        own = chosen if ctx.mesh is None else [chosen[ctx.env.stage]]
+        nccl.check_devices(own)
+        shared = device_groups.place(own)
         spec.num_stages, spec.devices = wanted, tuple(chosen)
         modes = choose_modes(activation_checkpoint, wanted, stages_have_processes=bool(ctx.mesh))
         spec.checkpoint_mode = joined_modes(modes)

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
-from pipollux_hybrid.job import device_groups, signals
+from pipollux_hybrid.job import device_groups, nccl, signals
 from pipollux_hybrid.job.agreement import agree_by_store
 from pipollux_hybrid.job.env import JobEnvironment
 from pipollux_hybrid.job.groups import register_backend
@@ -54,6 +54,8 @@ def init_process_group(
     Args:
         backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL if
             there are CUDA devices, else gloo. On MIG slices, which NCCL does not support, gloo.
+            NCCL is torch's ``ProcessGroupNCCL``, which torch 2.14 and newer name ``nccl-legacy``:
+            groups of ``nccl`` send tensors of only one device of a process there.
         timeout: Seconds to wait for a slow replica, here and in every collective, unless
             ``PIPOLLUX_TIMEOUT`` is set. A lost host is detected sooner, after
             ``PIPOLLUX_HOST_TIMEOUT`` seconds.
@@ -104,6 +106,8 @@ def init_process_group(
         device_groups.use(chosen, timeout)
         register_backend()
         chosen = device_groups.BACKEND
+    elif chosen == "nccl":
+        chosen = nccl.name_for_several_devices()
     if store is not None:
         wait, (rank, size) = timedelta(seconds=timeout), (env.world_rank, env.world_size)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=wait)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from . import device_groups
+from . import device_groups, nccl
 from .connections import new_connections
 from .device_groups import BACKEND
 
@@ -166,7 +166,7 @@ def carrier_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 def carries_device(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a group, by default torch's, sends tensors from a device, and only these."""
-    return dist.get_backend(group) == "nccl" or device_groups.in_use() is not None
+    return nccl.sends_cuda(group) or device_groups.in_use() is not None
 
 
 def abort_device_groups(gone: Set[int], *, ended: bool = False) -> None:
@@ -181,7 +181,7 @@ def abort_device_groups(gone: Set[int], *, ended: bool = False) -> None:
         device_groups.abort(theirs, after=device_groups.ENDED_GRACE if ended else 0.0)
         return
     for group in list(getattr(world, "pg_map", ())):
-        if dist.get_backend(group) == "nccl" and gone & {*dist.get_process_group_ranks(group)}:
+        if nccl.sends_cuda(group) and gone & {*dist.get_process_group_ranks(group)}:
             # In parallel: each abort waits for all kernels of the GPU, including other groups'.
             threading.Thread(target=_abort, args=(group,), daemon=True).start()
 

@@ -50,9 +50,14 @@ def test_a_metric_is_of_the_epochs_that_have_begun(supervisor: Supervisor) -> No
     ]
 
 
-def test_each_value_is_sent_once_and_the_latest_are_kept(supervisor: Supervisor) -> None:
-    for step in range(MAX_METRICS + 3):
-        pipollux.report_metric(accuracy=step, step=step)
+def test_each_value_is_sent_once_and_the_latest_are_kept(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:  # nothing is sent before all are there
+        patch.setattr(context().component(Metrics).reporter, "_ensure_running", lambda: None)
+        for step in range(MAX_METRICS + 2):
+            pipollux.report_metric(accuracy=step, step=step)
+    pipollux.report_metric(accuracy=MAX_METRICS + 2, step=MAX_METRICS + 2)
     supervisor.start()
     until(lambda: heard(supervisor))
     assert [step for _, step, _ in heard(supervisor)] == list(range(3, MAX_METRICS + 3))
