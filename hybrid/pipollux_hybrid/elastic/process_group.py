@@ -54,8 +54,8 @@ def init_process_group(
     Args:
         backend: The library that sends gradients: ``"nccl"`` or ``"gloo"``; by default NCCL if
             there are CUDA devices, else gloo. On MIG slices, which NCCL does not support, gloo.
-            NCCL is torch's ``ProcessGroupNCCL``, which torch 2.14 and newer name ``nccl-legacy``:
-            groups of ``nccl`` send tensors of only one device of a process there.
+            NCCL is torch's ``ProcessGroupNCCL``, which torch 2.14 and newer name ``nccl-legacy``;
+            groups of ``nccl`` send tensors of only one device of a process from 2.15 on.
         timeout: Seconds to wait for a slow replica, here and in every collective, unless
             ``PIPOLLUX_TIMEOUT`` is set. A lost host is detected sooner, after
             ``PIPOLLUX_HOST_TIMEOUT`` seconds.
