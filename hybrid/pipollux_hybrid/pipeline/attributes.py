@@ -10,7 +10,7 @@ scalar with a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -111,15 +111,22 @@ class LayerAttributes:
         kept += [x for x in self._places() if id(x[1][x[2]]) not in known]
 
     def _places(self) -> Iterator[tuple[str, Any, Any]]:
+        """All attributes of all layers are looked at, so nothing is called for most of them."""
         for path, layer in self._layers:
             attributes = vars(layer)
-            for name, value in list(attributes.items()):
-                place = f"attribute {name!r} of layer {path!r}"
-                if _is_plain(value):
-                    yield place, attributes, name
-                elif type(value) in (list, dict) and not name.startswith("_"):
-                    keys = range(len(value)) if isinstance(value, list) else list(value)
-                    yield from ((place, value, key) for key in keys if _is_plain(value[key]))
+            for name, value in attributes.items():
+                kind = type(value)
+                if kind is Tensor:
+                    keys: Iterable[Any] = (name,)
+                    holder: Any = attributes
+                elif (kind is list or kind is dict) and name[:1] != "_":
+                    keys = range(len(value)) if kind is list else value
+                    holder = value
+                else:
+                    continue
+                for key in keys:
+                    if _is_plain(holder[key]):
+                        yield f"attribute {name!r} of layer {path!r}", holder, key
 
 
 def _is_plain(value: object) -> bool:

@@ -48,6 +48,7 @@ class SameAgain:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self._layers = [*stage.modules()]
         self._forwards = 0
 
     @property
@@ -77,10 +78,13 @@ class SameAgain:
         """Return the number of changes of the parameters in place, and the sum of their absolute
         values, as PyTorch does not count changes of ``x.data``.
         """
-        parameters = [x for x in self._stage.parameters() if not x.is_inference()]
-        sums = [x.detach().abs().sum().double() for x in parameters if x.dtype in SUMMED]
-        total = float(torch.stack(sums).sum()) if sums else 0.0
-        return sum(x._version for x in parameters), total
+        held = [x for layer in self._layers for x in layer._parameters.values() if x is not None]
+        parameters: list[Tensor] = [x for x in held if not x.is_inference()]
+        summed = [x for x in parameters if x.dtype in SUMMED and x.layout is torch.strided]
+        with torch.no_grad():
+            sums = torch._foreach_norm(summed, 1.0) if summed else ()
+            total = float(torch.stack(sums).sum(dtype=torch.float64)) if sums else 0.0
+        return sum([x._version for x in parameters]), total
 
 
 def tolerance_of(tensor: Tensor) -> float:

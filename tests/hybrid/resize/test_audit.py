@@ -308,7 +308,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "SameAgain": (
         "",
-        "_forwards _stage",
+        "_forwards _layers _stage",
     ),
     "SameSamples": (
         "_context _digest _pending",
