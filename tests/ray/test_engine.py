@@ -185,12 +185,15 @@ def test_a_node_that_ray_drains(
     ray_cluster.call("remove", "n4")
 
 
-def test_replicas_do_not_depend_on_the_client(case: RayCase, scheduler: Scheduler) -> None:
+def test_replicas_do_not_depend_on_the_client(
+    case: RayCase, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it is gone the cluster does not answer; the next one finds them."""
     program = scheduler.apply("toy", ["n1"], "--prints")
     scheduler.started("toy")
     scheduler.says(KEY, "goes on from step 0")
     before = case.processes()
+    monkeypatch.setattr(connection, "RESTART_INTERVAL", 3600.0)
     client().kill()
 
     def is_away() -> bool:
@@ -199,6 +202,7 @@ def test_replicas_do_not_depend_on_the_client(case: RayCase, scheduler: Schedule
         return True
 
     until(is_away, "it is noticed", ignored=(pytest.fail.Exception,))
+    monkeypatch.undo()
     scheduler.engine.start(program, scheduler.launch("toy"), 0)  # exists already
     assert scheduler.listing().replicas[KEY] == ("toy.a1.r0", "", None)
     assert case.processes() == before
