@@ -63,7 +63,8 @@ class Bucket:
         ]
         self._complex = any(p.is_complex() for p in parameters)
         self._small = sum(sizes) < SMALL * len(sizes)
-        self._streams: set[torch.cuda.Stream] = set()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        """Streams that have added to its gradients, by CUDA's number."""
         self._work: dist.Work | None = None
         self._failure: RuntimeError | None = None
         """Why the sum could not be launched."""
@@ -86,7 +87,10 @@ class Bucket:
     def arrived(self) -> None:
         """Record that a gradient was added to, on the current stream of this thread."""
         if self.device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(self.device))
+            # A Stream is an object of Python: one is made for a bucket, not for each gradient.
+            number = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if number not in self._streams:
+                self._streams[number] = torch.cuda.current_stream(self.device)
 
     def launch(self, weight: float) -> None:
         """Send the gradients, times ``weight``, to be summed over the replicas."""
@@ -213,7 +217,7 @@ class Bucket:
         if self.device.type != "cuda":
             yield
             return
-        stream, *others = self._streams or {torch.cuda.current_stream(self.device)}
+        stream, *others = self._streams.values() or [torch.cuda.current_stream(self.device)]
         for other in others:
             stream.wait_stream(other)
         with torch.cuda.stream(stream):
