@@ -2,6 +2,8 @@
 
 A Python hook takes some microseconds per gradient, which matters in a step of a few milliseconds.
 So hooks are set for backwards that count or measure; others compare the gradients before and after.
+Those that count are on all parameters, not only on the last one of each bucket: which one that is
+depends on the graph, and gradients that come after it would be missed.
 """
 
 from __future__ import annotations
