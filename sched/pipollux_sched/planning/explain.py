@@ -51,6 +51,7 @@ from pipollux_sched.views.explanation import (
 from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
 from pipollux_sched.views.network import level_between
+from pipollux_sched.views.sweeps import with_progress
 from pipollux_utils.text import count, seconds, spell_moment
 
 MOST_DEVICES = 8
@@ -95,11 +96,12 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
     found = _find_standing(store, job)
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     nodes, num_stages = JobView.of(job).holds
+    (told,) = with_progress(store, [job])
     return ExplanationView(
         name=job.name,
         phase=job.phase,
         reason=job.state.reason,
-        message=job.state.message,
+        message=told.state.message,
         nodes=nodes,
         num_stages=num_stages,
         assigned=list(job.state.assigned),
