@@ -99,7 +99,7 @@ def submit(
         if told or not wait:
             _print_answers(taken, output, _message)
     if wait:
-        ended = JobWait(state_dir, {job.name for job in taken}, last, to_stderr=not told).run()
+        ended = JobWait(state_dir, taken, last, to_stderr=not told).run()
         if not told:
             print_data([job.to_dict() for job in ended], output)
         exit_for(ended)
