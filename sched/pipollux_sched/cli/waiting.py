@@ -115,8 +115,10 @@ def detached(jobs: Collection[JobView]) -> typer.Exit:
         text = f"{name} goes on. Follow it with: pipollux {shown}; end it with"
     else:
         few = len(names) <= _MOST_NAMED
-        jobs, name = (listing(names), " ".join(names)) if few else (f"{len(names)} jobs", "NAME...")
-        text = f"{jobs} go on. Follow them with: pipollux jobs; end them with"
+        which, name = (
+            (listing(names), " ".join(names)) if few else (f"{len(names)} jobs", "NAME...")
+        )
+        text = f"{which} go on. Follow them with: pipollux jobs; end them with"
     typer.echo(f"\nDetached: {text}: pipollux cancel {name}", err=True)
     return typer.Exit(DETACHED)
 

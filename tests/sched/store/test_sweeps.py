@@ -130,8 +130,9 @@ def test_the_message_of_a_sweep_fits_its_trials(store: Store) -> None:
     (summary, *_), _ = list_jobs(store, IN_ORDER)
     described, seen = job_details(store, job), cluster_view(store, IN_ORDER, 0).jobs[0]
     running = next(entry for entry in described.conditions if entry.type == "Running")
-    told = [described, summary, seen, running, explanation(store, job)]
-    assert {entry.message for entry in told} == {details.message}
+    explained = explanation(store, job).message
+    told = {described.message, summary.message, seen.message, running.message, explained}
+    assert told == {details.message}
     assert listed.trial_states == details.trial_states
     store.transition("rates", Suspend())
     assert sweep_details(store, "rates").message == store.job("rates").state.message
