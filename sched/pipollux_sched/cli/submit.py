@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pipollux_sched.errors import SchedulerError
+from pipollux_sched.errors import PipolluxError, SchedulerError
 from pipollux_utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
@@ -346,4 +346,4 @@ def _ask_each(
                     break
     _print_answers(answers, output, sentence)
     if refused:
-        raise CommandError("\n".join(refused))
+        raise PipolluxError(*refused)
