@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from pipollux_sched.errors import PipolluxError, SchedulerError
+from pipollux_utils.paths import expanded
 from pipollux_utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
@@ -274,7 +275,7 @@ def located(spec: JobSpec, file: Path | None) -> JobSpec:
     if spec.image is not None:
         return spec
     found = with_script_found(spec, file)
-    folder = Path(spec.working_dir or ".").expanduser().absolute()
+    folder = expanded(spec.working_dir or ".").absolute()
     return found.model_copy(update={"working_dir": str(folder)})
 
 

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from platformdirs import user_state_path
 
 from pipollux_utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.paths import expanded
 
 from .errors import StateDirError
 from .location import Location
@@ -86,7 +87,7 @@ class StateDir:
     """Absolute, because processes with other working directories use it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", self.path.expanduser().resolve())
+        object.__setattr__(self, "path", expanded(self.path).resolve())
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:

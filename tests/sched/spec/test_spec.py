@@ -202,6 +202,11 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["resources: {cpus: -2}"], "4: jobs[0].resources.cpus: -2 is not allowed; it must be a whole number of at least 0"),
         (["preemptible: 'yes'"], '4: jobs[0].preemptible: "yes" is not allowed; it must be true or false'),
         (["hang_timeout: soon"], "4: jobs[0].hang_timeout: 'soon' is not a duration; give seconds, or a text such as 45m or 36h"),
+        (
+            [f"max_restarts: {10**30}"],
+            f"4: jobs[0].max_restarts: {10**30} is not allowed; it must be a whole number from 0 to "
+            "1000000000",
+        ),
         (["hang_timeout: 0"], "4: jobs[0].hang_timeout: 0 is not above 0; give a duration such as 36h"),
         (["working_dir: ''"], "4: jobs[0].working_dir: is empty; give a path"),
         (["allocation: [n, n]", "max_replicas: 1"], "4: jobs[0].allocation: names 2 replicas, but min_replicas = 1 and max_replicas = 1; list one node name per running replica"),

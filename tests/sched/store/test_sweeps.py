@@ -156,6 +156,16 @@ def test_a_failed_sweep_has_the_cause(store: Store, message: str, cause: str) ->
     )
 
 
+def test_a_sweep_of_one_trial_has_the_singular(store: Store) -> None:
+    one = spec("one", {"grid": {"lr": [0.1]}, "metric": "error"})
+    submit(store, one)
+    start(store, one, 0)
+    end(store, "one-0")
+    SweepLoop(store, lambda *_: None, store.transition).step()
+    told = "The trial has ended (1 complete); no trial has reported error."
+    assert store.job("one").state.message == told
+
+
 def test_a_sweep_without_its_metric_says_so(store: Store) -> None:
     submit(store, spec("rates"))
     start(store, spec("rates"), 0, 1, 2)
