@@ -5,18 +5,29 @@ from __future__ import annotations
 import io
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pipollux_sched.cli.forecast_text import short_span, spell_estimate
 from pipollux_sched.cli.jobs import job_table
 from pipollux_sched.store import Store, StoredForecast
 from pipollux_sched.views.jobs import list_jobs
+from pipollux_sched.views.models import EstimateView
 from tests.sched.scripts import TOY
 
 from .kept import Clock, kept
 from .runner import LIGHT, Cli, one_sentence, wait_until
+
+
+def test_a_forecast_whose_end_has_passed_is_overdue() -> None:
+    """It is neither in 0 s nor now."""
+    now = datetime(2026, 11, 30, 12).timestamp()
+    end = EstimateView(low=now - 200, median=now - 150, high=now - 100)
+    assert short_span(end, now) == "overdue"
+    assert spell_estimate(end, now) == "overdue since 11:58:20"
 
 
 def page(repository: Path) -> str:

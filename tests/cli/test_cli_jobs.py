@@ -118,6 +118,8 @@ def test_a_scheduler_that_listens_elsewhere_than_the_one_that_was_killed(cli: Cl
     cli.servers[0].wait(240)
     cli.serve("--port", str(port))
     assert any("ended a process of an earlier scheduler" in line for line in cli.said)
+    why = "job long cannot be adopted: The scheduler now listens at "
+    assert any(why in line for line in cli.said)
     assert not before & {process.pid for process in cli.alive()}
     wait_until(lambda: cli.jobs()["long"]["reason"] == "Training")
     job = cli.jobs()["long"]

@@ -119,6 +119,7 @@ def test_apply_asks_and_lets_the_scheduler_do_it(cli: Cli) -> None:
     assert refused.returncode == 1
     assert "Carry this out?" in refused.stdout
     assert refused.stderr == "Error: nothing was changed\n"
+    assert "cannot ask for confirmation: give --yes" in one_sentence(cli("apply", stdin=""), 2)
     assert len(cli.jobs()["toy"]["assigned"]) == 1
     applied = cli("apply", "--yes")
     assert applied.returncode == 0, applied.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -112,6 +113,39 @@ def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
         *("Job", "Phase", "Stages", "Replicas", "Nodes", "Step", "Loss", "Samples/s", "Age")
     ]
     assert shown[40] == ["Job", "Phase", "Replicas", "Step", "Loss"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["describe", "grown"], ["explain", "grown"], ["sweeps"], ["jobs"], ["nodes"]],
+    ids=lambda command: command[0],
+)
+def test_what_nobody_serves_is_not_live(
+    store: Store, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(command)
+    where = re.escape(os.environ["PIPOLLUX_STATE_DIR"])
+    told = f"No scheduler serves {where}: this is the last recorded state.\n"
+    assert re.fullmatch(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", [["logs", "grown"], ["events"]], ids=lambda command: command[0])
+def test_who_follows_what_nobody_serves_is_told(
+    store: Store,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--follow"])
+    assert ended.value.code == 130
+    told = capsys.readouterr().err
+    assert told.startswith(f"No scheduler serves {os.environ['PIPOLLUX_STATE_DIR']}: new output ")
 
 
 def test_version(say: Say) -> None:

@@ -56,8 +56,11 @@ jobs:
     following = follow()
     assert following.stdout is not None
     begun = [following.stdout.readline()]  # it follows from here on
-    refused = cli("suspend", "one", "nobody", "two")
-    assert "no job is named 'nobody'" in one_sentence(refused, 1)
+    refused = cli("suspend", "one", "nobody", "somebody", "two")
+    assert [line.partition(";")[0] for line in refused.stderr.splitlines()] == [
+        "Error: no job is named 'nobody'",
+        "Error: no job is named 'somebody'",
+    ]
     assert refused.stdout.splitlines() == [
         "one: The job was suspended by its user and is being stopped.",
         "two: The job was suspended by its user and is being stopped.",
@@ -86,6 +89,7 @@ jobs:
     assert "node-b is not empty after" in waiting.stderr
     assert waiting.returncode == 1
     assert "node-b: waiting for one, two to leave" in waiting.stderr
+    assert "one, two still hold slots;" in waiting.stderr
     undone = json.loads(cli("drain", "node-a", "--undo", "--output", "json").stdout)
     assert (undone["condition"], undone["name"]) == ("ready", "node-a")
     assert cli("drain", "node-b", "--dead", "--reason", "fire").returncode == 0

@@ -14,8 +14,14 @@ import pytest
 
 import pipollux
 from pipollux_hybrid.job import context as contexts
+from pipollux_sched.cli.console import CommandError
+from pipollux_sched.cli.waiting import detached, exit_for
+from pipollux_sched.lifecycle import SweepEnded
+from pipollux_sched.store import Submission
+from pipollux_sched.views.models import JobView
 from tests.sched.scripts import TRIAL
 
+from .kept import Clock, kept, spec
 from .runner import LIGHT, Cli, one_sentence
 from .test_cli_jobs_page import block_of, commands_of
 
@@ -41,6 +47,20 @@ def test_the_script_of_the_page(
         contexts.reset()
     assert [list(values) for values in told] == [["error"]] * 3
     assert told[2]["error"] < told[0]["error"]
+
+
+def test_a_message_about_a_sweep_names_its_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep has no log."""
+    with kept(tmp_path / "state", Clock()) as store:
+        rates = spec("rates", sweep={"grid": {"lr": [1, 2]}})
+        store.submit_all([Submission("rates", rates.model_dump(mode="json"), "token", 0)])
+        assert detached([JobView.of(store.job("rates"))]).exit_code == 130
+        assert "Follow it with: pipollux sweeps rates; end it" in capsys.readouterr().err
+        store.transition("rates", SweepEnded(complete=False, message="All trials failed."))
+        with pytest.raises(CommandError, match=r"^rates failed; see: pipollux sweeps rates$"):
+            exit_for([JobView.of(store.job("rates"))])
 
 
 def test_the_commands_of_the_page(cli: Cli, repository: Path) -> None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input, Static, Tab, Tabs
+from textual.worker import WorkerFailed
 
 from pipollux_sched.cli import main
 from pipollux_sched.cli.reader import LocalReader
@@ -48,6 +49,22 @@ def state_dir(tmp_path: Path) -> Iterator[StateDir]:
     """What `kept` leaves, as of now, so that a process of its own sees it as recent."""
     with kept(tmp_path / "state", Clock(time.time() - 120)):
         yield StateDir(tmp_path / "state")
+
+
+def test_an_update_that_finds_no_widget_is_an_error(
+    state_dir: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for the end of the app."""
+
+    async def look_at_it() -> None:
+        with Store(state_dir.store) as store:
+            app = TopApp(LocalReader(store, state_dir), 0.1)
+            monkeypatch.setattr(app, "_show_phases", lambda _phases: app.query_one("#nothing"))
+            async with app.run_test():
+                await app.workers.wait_for_complete()
+
+    with pytest.raises(WorkerFailed, match="#nothing"):
+        asyncio.run(look_at_it())
 
 
 async def shown(app: TopApp, pilot: Pilot[None], what: Callable[[], bool]) -> None:

@@ -18,8 +18,12 @@ USAGE = 2
 
 def main(arguments: list[str]) -> int:
     """List the replicas of the job with a rendezvous folder, or make one leave."""
-    folder, *rest = arguments or [""]
-    if not Path(folder).is_dir() or (rest and (rest[0] != "leave" or len(rest) != 2)):
+    folder, *rest = arguments or ["--help"]
+    missing = not folder.startswith("-") and not Path(folder).is_dir()
+    if missing:
+        why = "there is no such folder; give the PIPOLLUX_RENDEZVOUS of the job"
+        print(f"{folder}: {why}\n", file=sys.stderr)
+    if missing or folder.startswith("-") or (rest and (rest[0] != "leave" or len(rest) != 2)):
         print(__doc__.strip(), file=sys.stderr)
         return USAGE
     rendezvous = RendezvousFolder(Path(folder))

@@ -227,8 +227,12 @@ class Reporter:
         """Call a listener; remove one that fails, so that reports continue."""
         try:
             method(*arguments)
-        except Exception:  # a full disk, a closed terminal: training must continue
-            LOG.exception("%s failed and is switched off", type(listener).__name__)
+        except Exception as error:  # a full disk, a closed terminal: training must continue
+            name = type(listener).__name__
+            if isinstance(error, OSError):  # its sentence says it all
+                LOG.warning("%s cannot write, and is switched off: %s", name, error)
+            else:
+                LOG.exception("%s failed and is switched off", name)
             with self._lock:
                 self._listeners = [x for x in self._listeners if x is not listener]
             return False

@@ -79,6 +79,8 @@ def check_access(spec: JobSpec) -> None:
     """Reject a resolved job with `SpecError` if its user has no access to its folder or script."""
     if spec.run_as is None or spec.working_dir is None:
         return
+    if why_not_as(spec.run_as) is not None:
+        return  # the backend refuses that user
     # `check_program` looks for a module as that user, and a command is the shell's.
     script = Path(spec.script or "/")
     found = _look(spec.run_as, Path(spec.working_dir), script)

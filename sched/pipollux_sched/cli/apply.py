@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,13 +94,24 @@ def apply(
     plan = make_plan(nodes, left, policy=make_policy(policy or DEFAULT_POLICY))
     if told:
         print_table(plan)
-    if not yes and not typer.confirm("Carry this out?"):
+    if not yes and not _confirmed():
         raise CommandError("nothing was started")
     found, interrupted = _carry_out(
         directory, nodes, left, plan, pass_on=pass_environment or (), to_stderr=not told
     )
     _print_jobs(directory, specs, output)
     _judge(left, found, interrupted=interrupted)
+
+
+def _confirmed() -> bool:
+    """Ask whether to carry the plan out; `CommandError` if there is nobody to ask."""
+    try:
+        return typer.confirm("Carry this out?")
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        typer.echo()  # ends the line of the question
+        raise CommandError("cannot ask for confirmation: give --yes to apply", USAGE) from None
 
 
 def _check_no_sweep(spec: JobSpec, file: Path) -> None:
@@ -132,7 +144,7 @@ def _apply_live(
     with asking(state_dir) as client:
         if not print_live_plan(client, None, 0, diff=True, output=output):
             return
-        if not yes and not typer.confirm("Carry this out?"):
+        if not yes and not _confirmed():
             raise CommandError("nothing was changed")
         client.decide()
     told = output is OutputFormat.table

@@ -33,7 +33,7 @@ from .forecast_text import forecast_lines
 from .jobs import PHASE_STYLES
 from .notification_table import notification_table
 from .options import JobName, StateDirectory, TextOutput
-from .reader import reading
+from .reader import reading, tell_unserved
 from .sweeps import best_first, trial_table
 
 SHOWN_TRIALS = 10
@@ -53,6 +53,7 @@ def describe(
         found = reader.job(name)
         is_sweep = found.sweep == found.name
         sweep = reader.sweep(name) if is_sweep and output is TextFormat.text else None
+        tell_unserved(reader)
     if sweep is not None:
         print_result(Group(job_sections(found), *_trials(sweep)))
     elif output is TextFormat.text:

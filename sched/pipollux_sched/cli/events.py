@@ -16,7 +16,7 @@ from pipollux_utils.units import parse_duration
 from .completion import complete_event_types, complete_jobs
 from .console import USAGE, CommandError, LineFormat, print_json_line
 from .options import LineOutput, StateDirectory
-from .reader import reading
+from .reader import FOLLOWING, reading, tell_unserved
 
 if TYPE_CHECKING:
     from .reader import Reader
@@ -72,6 +72,8 @@ def events(
     with reading(state_dir) as reader:
         if job is not None:
             reader.job(job)
+        if follow:
+            tell_unserved(reader, FOLLOWING)
         for event in _events(reader, job, types, since, last, follow):
             _print(event, output)
 

@@ -19,7 +19,7 @@ from pipollux_utils.text import DASH, clean, count, first_line, spell_moment, sp
 from .console import TextFormat, print_data, print_result
 from .forecast_text import forecast_lines
 from .options import JobName, StateDirectory, TextOutput
-from .reader import reading
+from .reader import reading, tell_unserved
 
 
 def explain(
@@ -35,6 +35,7 @@ def explain(
     """
     with reading(state_dir) as reader:
         found = reader.explanation(name)
+        tell_unserved(reader)
     if output is TextFormat.text:
         print_result(explanation_text(found))
     else:

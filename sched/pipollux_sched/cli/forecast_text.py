@@ -15,14 +15,23 @@ def short_span(estimate: EstimateView | None, now: float) -> str:
     '1m–2h'
     >>> short_span(EstimateView(low=60.0, median=90.0, high=None), now=0.0)
     'over 1m'
+    >>> short_span(EstimateView(low=60.0, median=90.0, high=7200.0), now=7202.0)
+    'overdue'
     """
     if estimate is None or estimate.low is None:
         return DASH
+    if _is_over(estimate, now):
+        return "overdue"
     low = _coarse(estimate.low - now)
     if estimate.high is None:
         return f"over {low}"
     high = _coarse(estimate.high - now)
     return high if low == high else f"{low}–{high}"
+
+
+def _is_over(estimate: EstimateView, now: float) -> bool:
+    """Return whether the whole interval is in the past, beyond the rounding of what is shown."""
+    return estimate.high is not None and estimate.high < now - 1
 
 
 def _coarse(seconds: float) -> str:
@@ -61,6 +70,8 @@ def spell_estimate(estimate: EstimateView, now: float) -> str:
     low, median, high = estimate.low, estimate.median, estimate.high
     if low is None:
         return "not known"
+    if high is not None and _is_over(estimate, now):
+        return f"overdue since {_clock(high, now)}"
     if high is not None and max(high - now, 0) - max(low - now, 0) < 1:
         return "now" if high <= now + 1 else f"{_clock(high, now)} (in {spell_age(high - now)})"
     until = "later" if high is None else _clock(high, now)

@@ -15,7 +15,7 @@ from pipollux_sched.store import ListedPhase
 
 from .console import CommandError, LineFormat, print_json_line
 from .options import JobName, LineOutput, StateDirectory
-from .reader import POLL_INTERVAL, reading
+from .reader import FOLLOWING, POLL_INTERVAL, reading, tell_unserved
 
 if TYPE_CHECKING:
     from .reader import Reader
@@ -67,6 +67,8 @@ def logs(
                 f"job '{name}' is a sweep, and each of its trials has a log of its own; see the "
                 f"first one with: pipollux logs {name}-0"
             )
+        if follow and not job.phase.ended:
+            tell_unserved(reader, FOLLOWING)
         log = LogReader(reader, name, attempt, replica)
         on_terminal = sys.stdout.isatty()
         for line in _lines(log, reader, name, follow):

@@ -113,9 +113,10 @@ def _wait_until_empty(client: Client, node: str, seconds: float | None) -> NodeD
             typer.echo(f"{node}: waiting for {', '.join(holders)} to leave", err=True)
             told = holders
         if deadline is not None and time.monotonic() > deadline:
+            hold = "holds" if len(holders) == 1 else "hold"
             raise CommandError(
                 f"{node} is not empty after {spell_age(seconds or 0)}: "
-                f"{', '.join(holders)} still hold slots; draining continues"
+                f"{', '.join(holders)} still {hold} slots; draining continues"
             )
         time.sleep(POLL_INTERVAL)
 

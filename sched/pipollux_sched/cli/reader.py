@@ -194,9 +194,11 @@ def asking(state_dir: Path | None) -> Iterator[Client]:
         yield client
 
 
-def tell_unserved(reader: Reader) -> None:
+def tell_unserved(reader: Reader, then: str = "this is the last recorded state") -> None:
     """Print on standard error that the output is not live, if no scheduler runs."""
     if not reader.served:
-        typer.echo(
-            f"No scheduler serves {reader.where}: this is the last recorded state.", err=True
-        )
+        typer.echo(f"No scheduler serves {reader.where}: {then}.", err=True)
+
+
+FOLLOWING = "new output follows when one is started"
+"""What `tell_unserved` says in place of the last recorded state when output is followed."""

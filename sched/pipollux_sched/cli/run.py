@@ -131,7 +131,7 @@ def run(
     try:
         ended = _follow(state_dir, job)
     except KeyboardInterrupt:
-        raise detached([job.name]) from None
+        raise detached([job]) from None
     if ended.phase is Phase.FAILED:
         how = "was cancelled" if ended.listed_phase is ListedPhase.CANCELLED else "failed"
         raise CommandError(f"{ended.name} {how}: {clean(first_line(ended.message))}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipollux_sched.errors import PipolluxError
+from pipollux_utils.paths import expanded
 
 from .console import USAGE, CommandError
 from .simulate_history import PastRun, past_nodes, read_past
@@ -229,7 +230,7 @@ def _past_run(
     made = replay(
         history,
         experiment.nodes,
-        name=(jobs.from_state or Path()).expanduser().resolve().name,
+        name=expanded(jobs.from_state or Path()).resolve().name,
         first=jobs.jobs,
         restart_seconds=cluster.restart_seconds,
         rescale_seconds=cluster.rescale_seconds,

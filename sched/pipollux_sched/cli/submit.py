@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pipollux_sched.errors import SchedulerError
+from pipollux_sched.errors import PipolluxError, SchedulerError
+from pipollux_utils.paths import expanded
 from pipollux_utils.text import clean
 
 from .console import USAGE, CommandError, OutputFormat, print_data
@@ -99,7 +100,7 @@ def submit(
         if told or not wait:
             _print_answers(taken, output, _message)
     if wait:
-        ended = JobWait(state_dir, {job.name for job in taken}, last, to_stderr=not told).run()
+        ended = JobWait(state_dir, taken, last, to_stderr=not told).run()
         if not told:
             print_data([job.to_dict() for job in ended], output)
         exit_for(ended)
@@ -274,7 +275,7 @@ def located(spec: JobSpec, file: Path | None) -> JobSpec:
     if spec.image is not None:
         return spec
     found = with_script_found(spec, file)
-    folder = Path(spec.working_dir or ".").expanduser().absolute()
+    folder = expanded(spec.working_dir or ".").absolute()
     return found.model_copy(update={"working_dir": str(folder)})
 
 
@@ -346,4 +347,4 @@ def _ask_each(
                     break
     _print_answers(answers, output, sentence)
     if refused:
-        raise CommandError("\n".join(refused))
+        raise PipolluxError(*refused)

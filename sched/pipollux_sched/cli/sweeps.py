@@ -19,7 +19,7 @@ from .completion import complete_sweeps
 from .console import OutputFormat, print_data, print_result
 from .jobs import STYLES_BY_WORD
 from .options import StateDirectory, TableOutput
-from .reader import reading
+from .reader import reading, tell_unserved
 
 _DIGITS = 5
 
@@ -47,6 +47,7 @@ def sweeps(
     with reading(state_dir) as reader:
         if name is None:
             found = reader.sweeps()
+            tell_unserved(reader)
             if output is not OutputFormat.table:
                 print_data([sweep.to_dict() for sweep in found], output)
             elif found:
@@ -55,6 +56,7 @@ def sweeps(
                 typer.echo("No sweeps yet; submit a job with 'sweep' with: pipollux submit FILE")
             return
         sweep = reader.sweep(name)
+        tell_unserved(reader)
     if output is not OutputFormat.table:
         print_data(sweep.to_dict(), output)
         return

@@ -54,14 +54,16 @@ class JobWait:
 
     Args:
         state_dir: of the scheduler, which may be restarted meanwhile, and then has another port.
+        jobs: as they were submitted.
         last: the id of the newest event before the submission.
         to_stderr: where the events are printed.
     """
 
     def __init__(
-        self, state_dir: Path | None, names: Collection[str], last: int, *, to_stderr: bool
+        self, state_dir: Path | None, jobs: Collection[JobView], last: int, *, to_stderr: bool
     ) -> None:
-        self._state_dir, self._names = state_dir, frozenset(names)
+        self._state_dir, self._jobs = state_dir, jobs
+        self._names = frozenset(job.name for job in jobs)
         self._last, self._to_stderr = last, to_stderr
         self._outage = Outage()
 
@@ -79,7 +81,7 @@ class JobWait:
                 except UnreachableError:
                     self._outage.begin()
         except KeyboardInterrupt:
-            raise detached(sorted(self._names)) from None
+            raise detached(self._jobs) from None
 
     def _follow(self, client: Client) -> list[JobView]:
         changed = True  # meanwhile, perhaps
@@ -104,21 +106,32 @@ class JobWait:
         return [*found.values()] if all(job.phase.ended for job in found.values()) else None
 
 
-def detached(names: Sequence[str]) -> typer.Exit:
+def detached(jobs: Collection[JobView]) -> typer.Exit:
     """Say that jobs go on after Ctrl-C, and return the end of the command."""
+    names = sorted(job.name for job in jobs)
     if len(names) == 1:
-        (name,) = names
-        text = f"{name} goes on. Follow it with: pipollux logs {name} --follow; end it with"
+        (name,), (job,) = names, jobs
+        shown = f"sweeps {name}" if _is_sweep(job) else f"logs {name} --follow"
+        text = f"{name} goes on. Follow it with: pipollux {shown}; end it with"
     else:
         few = len(names) <= _MOST_NAMED
-        jobs, name = (listing(names), " ".join(names)) if few else (f"{len(names)} jobs", "NAME...")
-        text = f"{jobs} go on. Follow them with: pipollux jobs; end them with"
+        which, name = (
+            (listing(names), " ".join(names)) if few else (f"{len(names)} jobs", "NAME...")
+        )
+        text = f"{which} go on. Follow them with: pipollux jobs; end them with"
     typer.echo(f"\nDetached: {text}: pipollux cancel {name}", err=True)
     return typer.Exit(DETACHED)
 
 
 def exit_for(ended: Sequence[JobView]) -> None:
     """Raise `CommandError` if a job has failed."""
-    failed = [job.name for job in ended if job.phase is Phase.FAILED]
+    failed = [job for job in ended if job.phase is Phase.FAILED]
     if failed:
-        raise CommandError(f"{', '.join(failed)} failed; see: pipollux logs {failed[0]}")
+        names = ", ".join(job.name for job in failed)
+        shown = "sweeps" if _is_sweep(failed[0]) else "logs"
+        raise CommandError(f"{names} failed; see: pipollux {shown} {failed[0].name}")
+
+
+def _is_sweep(job: JobView) -> bool:
+    """Return whether a job is a sweep, which has no log."""
+    return job.sweep == job.name

@@ -17,6 +17,7 @@ from pipollux_sched.spec.script import with_script_found
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken, Role
 from pipollux_sched.store import JobRecord
+from pipollux_utils.paths import expanded
 
 from .program_check import check_program
 
@@ -47,7 +48,13 @@ def admitted(spec: JobSpec, nodes: Mapping[str, NodeInfo]) -> JobSpec:
         raise SpecError(f"job '{spec.name}': working_dir: {folder} is not a folder")
     found = {"working_dir": str(folder.absolute())}
     if spec.checkpoint_dir is not None:
-        found["checkpoint_dir"] = str((folder / Path(spec.checkpoint_dir).expanduser()).absolute())
+        checkpoints = expanded(spec.checkpoint_dir)
+        if str(checkpoints).startswith("~"):  # a new folder of this name is not what was meant
+            raise SpecError(
+                f"job '{spec.name}': checkpoint_dir: there is no user {checkpoints.parts[0][1:]!r} "
+                f"for {checkpoints}; give the path without '~'"
+            )
+        found["checkpoint_dir"] = str((folder / checkpoints).absolute())
     resolved = spec.model_copy(update=found)
     check_program(resolved)
     return resolved

@@ -212,6 +212,8 @@ def _adopt(job: JobRecord, backend: ReplicaGroupManager, executor: Executor, url
         return False
     attempt = job.state.attempt
     refusal = backend.adopt(job.name, attempt, url, job.state.membership)
+    if refusal is not None:
+        _LOG.warning("job %s cannot be adopted: %s", job.name, refusal)
     found = Adopt(attempt) if refusal is None else NotAdopted(attempt, refusal)
     executor.handle(job.name, found)
     return refusal is None

@@ -19,7 +19,7 @@ from .events import (
     SweepProgress,
 )
 from .resizes import again
-from .state import PRUNED, SWEEPING, Intent, JobState, Phase
+from .state import PRUNED, SCHEDULER_STOPPED, SWEEPING, Intent, JobState, Phase
 from .steps import (
     DEADLINE,
     NOT_ADOPTED,
@@ -113,6 +113,9 @@ def resume(state: JobState, now: float) -> Transition:
     free = replace(state, suspended=False)
     record = Record("resumed", state.attempt or None)
     if state.running_on:  # it still stops; then it waits like a job that the allocator suspended
+        if state.intent is Intent.SUSPEND:
+            message = "The job was resumed: it still stops, and then waits for the allocator."
+            free = enter(free, state.phase, state.reason, message, now)
         return free, (record,)
     if state.waits_for:
         return hold_back(free, now), (record,)
@@ -175,7 +178,7 @@ def shutdown(state: JobState, now: float) -> Transition:
         changes: dict[str, Any] = {"assigned": (), "intent": Intent.SHUTDOWN}
         return _stopping(state, "Stopping", message, why, now, **changes)
     if state.phase is Phase.RESTARTING:
-        return enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=()), ()
+        return enter(state, Phase.SUSPENDED, SCHEDULER_STOPPED, message, now, assigned=()), ()
     return state, ()
 
 

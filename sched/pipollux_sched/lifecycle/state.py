@@ -13,6 +13,8 @@ PRUNED = "Pruned"
 """The same for a trial of a sweep that was stopped because others are better."""
 NO_ROOM = "NoRoom"
 """Reason of the phase `QUEUED` of a job that a decision gave nothing."""
+SCHEDULER_STOPPED = "SchedulerStopped"
+"""Reason of the phase `SUSPENDED` of a job that waits for the next scheduler."""
 SWEEPING = "Sweeping"
 """Reason of the phase `RUNNING` of a sweep, which has no processes of its own."""
 

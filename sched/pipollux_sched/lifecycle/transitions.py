@@ -55,7 +55,7 @@ from .events import (
     Switched,
     WaitingToJoin,
 )
-from .state import NO_ROOM, Intent, JobState, Outcome, Phase
+from .state import NO_ROOM, SCHEDULER_STOPPED, Intent, JobState, Outcome, Phase
 from .steps import (
     NOT_ADOPTED,
     Transition,
@@ -409,7 +409,7 @@ def _exited_as_asked(state: JobState, intent: Intent, event: Exited, now: float)
             return set_aside(state, now), (stopped,)
         case Intent.SHUTDOWN:
             message = "The scheduler was stopped; the job continues when it is back."
-            waiting = enter(state, Phase.SUSPENDED, "SchedulerStopped", message, now, assigned=())
+            waiting = enter(state, Phase.SUSPENDED, SCHEDULER_STOPPED, message, now, assigned=())
             return waiting, (stopped,)
         case Intent.REPLACE:
             queued = enter(state, Phase.QUEUED, NOT_ADOPTED, state.message, now, assigned=())

@@ -33,7 +33,7 @@ from pipollux_sched.allocator.reasons import NOBODY, Others, why_nothing
 from pipollux_sched.allocator.snapshot import Snapshot
 from pipollux_sched.allocator.strategy import SchedulableJob, free_of
 from pipollux_sched.allocator.team_strategy import team_reasons, uses_of
-from pipollux_sched.lifecycle import Intent, JobState, Phase, why_restart
+from pipollux_sched.lifecycle import SCHEDULER_STOPPED, Intent, JobState, Phase, why_restart
 from pipollux_sched.spec.job import JobSpec, parse_job
 from pipollux_sched.spec.synchronization import synchronization
 from pipollux_sched.store import JobRecord, Store
@@ -51,6 +51,7 @@ from pipollux_sched.views.explanation import (
 from pipollux_sched.views.forecasts import job_forecast
 from pipollux_sched.views.models import JobView
 from pipollux_sched.views.network import level_between
+from pipollux_sched.views.sweeps import with_progress
 from pipollux_utils.text import count, seconds, spell_moment
 
 MOST_DEVICES = 8
@@ -95,11 +96,12 @@ def explanation(store: Store, job: JobRecord) -> ExplanationView:
     found = _find_standing(store, job)
     decisions = store.latest_events(1, job=job.name, types=["allocated"])
     nodes, num_stages = JobView.of(job).holds
+    (told,) = with_progress(store, [job])
     return ExplanationView(
         name=job.name,
         phase=job.phase,
         reason=job.state.reason,
-        message=job.state.message,
+        message=told.state.message,
         nodes=nodes,
         num_stages=num_stages,
         assigned=list(job.state.assigned),
@@ -136,6 +138,8 @@ def next_change(state: JobState) -> NextChange | None:
 def _find_standing(store: Store, job: JobRecord) -> Standing:
     if job.phase.ended:
         return Standing(None, None, None, None, (), None)
+    if job.phase is Phase.SUSPENDED and job.state.reason == SCHEDULER_STOPPED:
+        return Standing(None, None, None, None, (), "the next scheduler: pipollux serve")
     found = _standing_of(store, job)
     lacks = found.waits_for is not None or any(
         limit.kind is LimitKind.NO_ROOM for limit in found.limits

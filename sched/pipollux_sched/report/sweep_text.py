@@ -33,13 +33,13 @@ def spell_end(
 ) -> str:
     """Return how the trials of a sweep have ended, the best one, and why a `failed` one did."""
     parts = ", ".join(f"{counts[state]} {state}" for state in TrialState if counts.get(state))
-    trials = count(spec.num_trials, "trial")
+    ended = f"All {spec.num_trials} trials have" if spec.num_trials > 1 else "The trial has"
     told, cause = _with_best(best, spec), "."
     if best is None and counts.get(TrialState.COMPLETE):
         told = f"; no trial has reported {spec.metric}"
     if failed is not None:
         cause = f"; {failed.name}: {_shortened(first_line(failed.state.message))}"
-    return f"All {trials} have ended ({parts}){told}{cause}"
+    return f"{ended} ended ({parts}){told}{cause}"
 
 
 def _with_best(trial: TrialRecord | None, spec: SweepSpec) -> str:

@@ -266,7 +266,10 @@ class JobSpec(Spec):
     """Checkpoint directory, used by this job only and visible to every node; none: a folder in the
     scheduler's state directory."""
     max_restarts: int = Field(
-        default=DEFAULT_MAX_RESTARTS, ge=0, description="a whole number of at least 0"
+        default=DEFAULT_MAX_RESTARTS,
+        ge=0,
+        le=10**9,
+        description="a whole number from 0 to 1000000000",
     )
     """Restarts after failures. Restarts for a new allocation do not count."""
     deadline: Duration = Field(default=None, description="a duration such as 36h")

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from pipollux_utils.paths import expanded
+
 from .job import JobSpec, SpecError
 
 
@@ -27,7 +29,7 @@ def resolve_script(
     """
     if job.script is None:
         raise SpecError(f"job '{job.name}': script: is missing; give the path of a Python script")
-    script = Path(job.script).expanduser()
+    script = expanded(job.script)
     places = [(Path.cwd() / script, "the current folder")]
     if script.is_absolute():
         places = [(script, "an absolute path")]
@@ -64,7 +66,7 @@ def with_script_found(job: JobSpec, jobs_file: str | Path | None = None) -> JobS
 
 def _find_python(job: JobSpec, python: str, jobs_file: str | Path | None) -> Path:
     """Return the interpreter of a job, which may be given as its virtual environment."""
-    path = Path(python).expanduser()
+    path = expanded(python)
     places = [Path.cwd() / path]
     if jobs_file is not None and not path.is_absolute():
         places.insert(0, Path(jobs_file).resolve().parent / path)

@@ -44,6 +44,8 @@ def _parse_pause(value: str | float | None) -> float:
         raise ValueError("an empty value is not a duration; give one such as 60s, or 0")
     if value in (0, "0", "0s"):
         return 0.0
+    if isinstance(value, int | float) and value < 0:
+        raise ValueError(f"{value} is below 0; give a duration such as 60s, or 0")
     return float(parse_duration(value) or 0.0)
 
 
@@ -209,9 +211,10 @@ class TeamsSpec(Spec):
         """
         self.check_names(job)
         where, asked = f"job '{job.name}'", self._class_of(job)
+        who = job.user or "a job without a user"
         if asked is not None and not asked.admits(job.user):
             raise SpecError(
-                f"{where}: priority: '{asked.name}' is not for {job.user or 'nobody'}; its users "
+                f"{where}: priority: '{asked.name}' is not for {who}; its users "
                 f"are {', '.join(asked.users)}"
             )
         team = next((t for t in self.teams if t.name == self.team_of(job)), None)
@@ -219,7 +222,7 @@ class TeamsSpec(Spec):
             team = TeamSpec(name=self.team_of(job))
         if team.users and job.user not in team.users:
             raise SpecError(
-                f"{where}: user: {job.user or 'nobody'} is not in team '{team.name}'; its users "
+                f"{where}: user: {who} is not in team '{team.name}'; its users "
                 f"are {', '.join(team.users)}"
             )
         if team.max_jobs == 0:

@@ -8,6 +8,8 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from pipollux_utils.paths import expanded
+
 from .errors import StoreError
 
 _DRIVERS = {
@@ -84,4 +86,4 @@ class Location:
 
 
 def _sqlite(path: Path) -> URL:
-    return URL.create("sqlite+pysqlite", database=str(path.expanduser().absolute()))
+    return URL.create("sqlite+pysqlite", database=str(expanded(path).absolute()))

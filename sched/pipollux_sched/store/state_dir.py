@@ -32,6 +32,8 @@ from urllib.parse import urlsplit
 from platformdirs import user_state_path
 
 from pipollux_utils.atomic_write import PRIVATE, write_aside
+from pipollux_utils.paths import expanded
+from pipollux_utils.text import count
 
 from .errors import StateDirError
 from .location import Location
@@ -86,7 +88,7 @@ class StateDir:
     """Absolute, because processes with other working directories use it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", self.path.expanduser().resolve())
+        object.__setattr__(self, "path", expanded(self.path).resolve())
 
     @classmethod
     def choose(cls, path: Path | None = None) -> StateDir:
@@ -197,10 +199,10 @@ class StateDir:
         jobs = [] if last_event else self.job_names()
         if jobs:
             names = ", ".join(jobs[:3]) + (", …" if len(jobs) > 3 else "")
+            files = f"the files of {count(len(jobs), 'job')} ({names})"
             raise StateDirError(
-                f"the store {Location.of(store)} is empty, but {self.path / 'jobs'} holds the "
-                f"files of {len(jobs)} jobs ({names}); bring its database back, or move that "
-                "folder away to start again"
+                f"the store {Location.of(store)} is empty, but {self.path / 'jobs'} holds "
+                f"{files}; bring its database back, or move that folder away to start again"
             )
 
     @contextmanager

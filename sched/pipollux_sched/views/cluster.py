@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from pipollux_sched.lifecycle import SWEEPING
 from pipollux_sched.report.event_text import TELLING_TYPES
 from pipollux_sched.store import (
     AttemptRecord,
@@ -30,6 +31,7 @@ from .models import (
     NodeView,
     UsageView,
 )
+from .sweeps import with_progress
 
 MOST_JOBS = 500
 """Largest number of jobs per page."""
@@ -80,7 +82,7 @@ def cluster_view(store: Store, query: JobQuery, num_events: int) -> ClusterView:
         goodput=glance.goodput,
         oldest_attempt=glance.oldest_attempt,
         has_teams=store.teams.spec() is not None,
-        jobs=[_job(job, forecasts, use) for job in page.jobs],
+        jobs=[_job(job, forecasts, use) for job in _told(store, page.jobs)],
         num_found=page.num_found,
         events=[event for event in told if event is not None],
         last_event=last_event,
@@ -146,6 +148,16 @@ def _node(node: NodeRecord, held: Mapping[str, dict[str, int]], devices: Devices
         "reason": node.reason,
         "devices": devices_of_node(devices, node.name),
     }
+
+
+def _told(store: Store, jobs: Sequence[JobSummary]) -> Iterator[JobSummary]:
+    """Yield jobs; the message of a sweep in progress says how far it has come by now."""
+    some = any(job.reason == SWEEPING for job in jobs)
+    sweeps = with_progress(store, store.sweeps.active()) if some else ()
+    messages = {sweep.name: sweep.state.message for sweep in sweeps}
+    for job in jobs:
+        told = messages.get(job.name, job.message) if job.reason == SWEEPING else job.message
+        yield replace(job, message=told)
 
 
 def _job(

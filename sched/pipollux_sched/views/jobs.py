@@ -16,6 +16,7 @@ from .forecasts import job_forecast
 from .models import JobCurves, JobDetails, ListedJob, NoiseView, ReplicaView
 from .network import level_between
 from .notifications import notification_view
+from .sweeps import with_progress
 
 NUM_EVENTS = 10
 """Number of newest events in a job's details."""
@@ -54,7 +55,7 @@ def list_jobs(store: Store, query: JobQuery = IN_ORDER) -> tuple[list[ListedJob]
             progress=points.get(job.name),
             forecast=job_forecast(forecasts, job),
         )
-        for job in jobs
+        for job in with_progress(store, jobs)
     ]
     return listed, num_found
 
@@ -70,8 +71,9 @@ def job_details(
         before = store.families.predecessors({job.name: job.spec}).get(job.name)
         planned_by = None if before is None else before.job
     num_starts = len({entry.attempt for entry in attempts})
+    (told,) = with_progress(store, [job])
     return JobDetails.of(
-        job,
+        told,
         number=store.overview.job_number(job.name),
         num_restarts=max(num_starts - 1, 0),
         num_resizes=len(attempts) - num_starts,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pipollux_sched.lifecycle import SWEEPING, Phase
 from pipollux_sched.report.sweep_text import TEAM_FULL, spell_progress
@@ -40,20 +41,47 @@ def sweep_details(store: Store, name: str) -> SweepDetails:
     return SweepDetails(**dict(_sweep(job, counts, best_of(records, spec))), trials=trials)
 
 
+def with_progress(store: Store, jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    """Return the jobs; the message of a sweep in progress says how far it has come by now.
+
+    The stored message is that of the controller's last pass.
+    """
+    if not any(map(_in_progress, jobs)):
+        return [*jobs]
+    counts = store.sweeps.counts(jobs[0].name if len(jobs) == 1 else None)
+    return [
+        _told(job, counts.get(job.name, {}), store.sweeps.best(job.name, _spec(job)))
+        if _in_progress(job)
+        else job
+        for job in jobs
+    ]
+
+
+def _told(job: JobRecord, counts: Mapping[TrialState, int], best: TrialRecord | None) -> JobRecord:
+    """Return a sweep in progress with a message that fits these trials."""
+    state, full = job.state, TEAM_FULL in job.state.message
+    message = spell_progress(counts, best, _spec(job), team_full=full)
+    conditions = tuple(
+        replace(entry, message=message) if entry is state.condition else entry
+        for entry in state.conditions
+    )
+    return replace(job, state=replace(state, conditions=conditions))
+
+
+def _in_progress(job: JobRecord) -> bool:
+    return job.phase is Phase.RUNNING and job.state.reason == SWEEPING
+
+
 def _sweep(job: JobRecord, counts: Mapping[TrialState, int], best: TrialRecord | None) -> SweepView:
     spec, view = _spec(job), JobView.of(job)
-    # The stored message of a sweep in progress is that of the controller's last pass.
-    in_progress = job.phase is Phase.RUNNING and job.state.reason == SWEEPING
-    message = job.state.message
-    if in_progress:
-        message = spell_progress(counts, best, spec, team_full=TEAM_FULL in message)
+    told = _told(job, counts, best) if _in_progress(job) else job
     known = {state: counts.get(state, 0) for state in TrialState}
     # The trials that a search has not proposed yet wait, too.
     known[TrialState.WAITING] += spec.num_trials - sum(counts.values())
     return SweepView(
         name=job.name,
         phase=view.listed_phase,
-        message=message,
+        message=told.state.message,
         submitted_at=job.submitted_at,
         ended_at=job.ended_at,
         user=job.spec.get("user"),

@@ -174,7 +174,11 @@ def test_the_command_lists_replicas_and_has_them_leave(
     assert main([folder, "leave", "z"]) == 2
     assert capsys.readouterr().err == "z cannot leave: no such replica (there are a, b)\n"
     assert main([str(tmp_path / "none")]) == 2
-    assert "python -m pipollux_hybrid.resize FOLDER" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith(f"{tmp_path / 'none'}: there is no such folder; give the ")
+    assert "python -m pipollux_hybrid.resize FOLDER" in told
+    assert main([]) == 2, "it is not the present folder"
+    assert capsys.readouterr().err.startswith("Lists the replicas of a job")
 
 
 def test_joining_take_the_order_of_those_that_train() -> None:

@@ -13,6 +13,7 @@ from pipollux_hybrid.job.context import context
 from pipollux_hybrid.telemetry import reporter as reporter_module
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.reporter import MAX_POINTS, Reporter
+from pipollux_hybrid.telemetry.step_record import StepRecord
 from pipollux_perfmodel import SchedHints, StageEvent
 
 from .reporting import Supervisor, environment, record, tell, until
@@ -56,6 +57,33 @@ def test_a_scheduler_that_dies_and_comes_back(
     assert supervisor.steps() == list(range(8, 3 + MAX_POINTS + 5)), "the latest, the oldest went"
     reporter.close()
     assert 16 in [body["initBatchSize"] for body in supervisor.bodies("PUT")]
+
+
+def test_a_listener_that_cannot_write_says_so_in_a_sentence(
+    reporting: tuple[Supervisor, Reporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A defect of one is told with its traceback."""
+
+    class Full:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def on_step(self, _point: StepRecord) -> None:
+            raise self.error
+
+        def close(self) -> None:
+            pass
+
+    _, reporter = reporting
+    for error in (FileNotFoundError(2, "No such file or directory", "/proc/x"), ValueError("oh")):
+        reporter.listen(Full(error))
+    tell(reporter, 1)
+    until(lambda: caplog.text.count("switched off") == 2)
+    told = [entry for entry in caplog.records if "switched off" in entry.message]
+    assert [entry.exc_info is None for entry in told] == [True, False]
+    assert told[0].message == (
+        "Full cannot write, and is switched off: [Errno 2] No such file or directory: '/proc/x'"
+    )
 
 
 def test_a_scheduler_that_fails_is_asked_again(reporting: tuple[Supervisor, Reporter]) -> None:

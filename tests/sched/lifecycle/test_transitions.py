@@ -286,6 +286,16 @@ def test_a_condition_keeps_its_time_while_it_stays_true() -> None:
     )
 
 
+def test_a_job_that_is_resumed_while_it_stops_says_so() -> None:
+    """One that is cancelled meanwhile goes on saying that."""
+    resumed, _ = advance(PAUSING, Resume(), now=1.0)
+    assert (
+        resumed.message == "The job was resumed: it still stops, and then waits for the allocator."
+    )
+    cancelled, _ = advance(PAUSING, Cancel(), now=1.0)
+    assert advance(cancelled, Resume(), now=2.0)[0].message == cancelled.message
+
+
 def test_backoff_doubles_up_to_a_minute() -> None:
     assert [backoff(n) for n in (1, 2, 3, 4, 7, 100)] == [1, 2, 4, 8, 60, 60]
 

@@ -16,7 +16,16 @@ from pipollux_sched.allocator.decide import reallocate
 from pipollux_sched.allocator.job_infos import job_info
 from pipollux_sched.allocator.strategy import Nodes, SchedulableJob, free_of
 from pipollux_sched.cli.describe import job_sections
-from pipollux_sched.lifecycle import Allocate, Intent, JobState, Membership, Phase
+from pipollux_sched.lifecycle import (
+    Allocate,
+    Exited,
+    Intent,
+    JobState,
+    Membership,
+    Outcome,
+    Phase,
+    Shutdown,
+)
 from pipollux_sched.planning.explain import (
     Limit,
     LimitKind,
@@ -309,6 +318,19 @@ def test_why_its_team_lets_it_have_no_more(tmp_path: Path, team: dict[str, int],
         limits = explanation(store, store.job("toy")).limits
         assert [limit.text for limit in limits if limit.kind is LimitKind.TEAM] == [says]
         assert LimitKind.NOT_WORTH_IT not in [limit.kind for limit in limits]
+
+
+def test_a_job_of_a_stopped_scheduler_waits_for_the_next_one(tmp_path: Path) -> None:
+    """Not for a decision, although there is room."""
+    with Store(tmp_path / "pipollux.db", create=True) as store:
+        serve_nodes(store, a=2)
+        spec = JobSpec(name="toy", script="x.py")
+        store.submit("toy", spec.model_dump(mode="json"), "token", 3)
+        for event in (Allocate(["a"], "free"), Shutdown(), Exited(1, Outcome.STOPPED, step=7)):
+            store.transition("toy", event)
+        assert (
+            explanation(store, store.job("toy")).waits_for == "the next scheduler: pipollux serve"
+        )
 
 
 def test_what_pushes_and_pulls_cost(tmp_path: Path) -> None:

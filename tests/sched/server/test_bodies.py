@@ -173,3 +173,18 @@ def test_paths_and_methods_that_are_not_there(service: Service) -> None:
     response = service.admin.patch("/jobs")
     assert response.status_code == 405
     assert "PATCH is not allowed on '/jobs'; use " in detail(response)
+
+
+def test_paths_of_users_that_there_are_not(service: Service) -> None:
+    """Each is refused in a sentence that names it."""
+    job = {"name": "mine", "script": SCRIPT}
+    for field, says in (
+        ("script", "script: there is no file "),
+        ("python", "python: there is no interpreter "),
+        ("checkpoint_dir", "checkpoint_dir: there is no user 'no-such-user' for "),
+    ):
+        path = "~no-such-user/here"
+        refused = service.admin.post("/jobs", json={**job, field: path})
+        assert refused.status_code == 422
+        assert f"job 'mine': {says}" in detail(refused)
+        assert path in detail(refused)

@@ -77,6 +77,17 @@ def test_such_a_job_saves_where_its_user_can(
     assert other["checkpoint_dir"] != spec["checkpoint_dir"], "it begins"
 
 
+def test_a_job_of_a_user_that_the_machine_lacks(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused by the backend, in one sentence."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    job = {"name": "mine", "script": SCRIPT, "working_dir": "/", "run_as": "no-such-user"}
+    refused = service.admin.post("/jobs", json=job)
+    assert refused.status_code == 422
+    assert "job 'mine': run_as: this machine has no user 'no-such-user'; give" in detail(refused)
+
+
 def test_tokens_that_cannot_be_made(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(**fields: str) -> str:
         answer = service.admin.post("/tokens", json={"name": "ana", "role": "user", **fields})

@@ -18,7 +18,7 @@ from pipollux_perfmodel import SchedHints
 from pipollux_sched.spec.cluster import ClusterSpec, NodeSpec, load_cluster
 from pipollux_sched.spec.job import JobBatch, JobSpec, SpecError, load_jobs, parse_job
 from pipollux_sched.spec.script import resolve_script, with_script_found
-from pipollux_sched.spec.teams import TeamsSpec
+from pipollux_sched.spec.teams import TeamsSpec, parse_teams
 from pipollux_sched.spec.tokens import NewToken
 from pipollux_utils.allowed_values import Spot
 from pipollux_utils.validation import closest
@@ -202,6 +202,11 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["resources: {cpus: -2}"], "4: jobs[0].resources.cpus: -2 is not allowed; it must be a whole number of at least 0"),
         (["preemptible: 'yes'"], '4: jobs[0].preemptible: "yes" is not allowed; it must be true or false'),
         (["hang_timeout: soon"], "4: jobs[0].hang_timeout: 'soon' is not a duration; give seconds, or a text such as 45m or 36h"),
+        (
+            [f"max_restarts: {10**30}"],
+            f"4: jobs[0].max_restarts: {10**30} is not allowed; it must be a whole number from 0 to "
+            "1000000000",
+        ),
         (["hang_timeout: 0"], "4: jobs[0].hang_timeout: 0 is not above 0; give a duration such as 36h"),
         (["working_dir: ''"], "4: jobs[0].working_dir: is empty; give a path"),
         (["allocation: [n, n]", "max_replicas: 1"], "4: jobs[0].allocation: names 2 replicas, but min_replicas = 1 and max_replicas = 1; list one node name per running replica"),
@@ -435,6 +440,23 @@ def test_a_script_is_found_beside_its_file_or_from_here(
     assert found == (there / "train.py", f"the folder of {jobs_file}")
     absolute = JobSpec(name="a", script=str(here / "train.py"))
     assert resolve_script(absolute, jobs_file).found_in == "an absolute path"
+
+
+def test_what_teams_refuse_is_named() -> None:
+    """A notice may be 0, and a job need not have a user."""
+    with pytest.raises(SpecError, match=r"notice: -3 is below 0; give a duration .*, or 0$"):
+        parse_teams({"teams": [{"name": "text"}], "notice": -3})
+    teams = parse_teams(
+        {
+            "teams": [{"name": "vision", "users": ["ana"]}],
+            "priorities": [{"name": "urgent", "value": 1, "users": ["ana"]}],
+            "notice": 0,
+        }
+    )
+    with pytest.raises(SpecError, match="user: a job without a user is not in team 'vision'; its"):
+        teams.check(JobSpec(name="toy", script="x.py", team="vision"))
+    with pytest.raises(SpecError, match="'urgent' is not for a job without a user; its users"):
+        teams.check(JobSpec(name="toy", script="x.py", priority="urgent"))
 
 
 def test_only_what_is_close_is_suggested() -> None:

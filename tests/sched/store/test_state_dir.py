@@ -103,20 +103,26 @@ def test_who_looks_does_not_keep_the_lock(tmp_path: Path) -> None:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize("lost", ["removed", "emptied"])
-def test_an_empty_database_beside_jobs_is_no_new_store(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(
+    ("lost", "others", "told"),
+    [("removed", ("first", "last", "older"), "4 jobs "), ("emptied", (), r"1 job \(kept\)")],
+)
+def test_an_empty_database_beside_jobs_is_no_new_store(
+    tmp_path: Path, lost: str, others: tuple[str, ...], told: str
+) -> None:
     directory = StateDir(tmp_path / "state")
     with scheduler_on(directory.path) as scheduler:
         scheduler.submit(toy("kept"))
         scheduler.control.cancel("kept")
-    for name in ("first", "kept", "last", "older"):
+    for name in ("kept", *others):
         directory.checkpoints(name).mkdir(parents=True, exist_ok=True)
     whole = directory.database.read_bytes()
     directory.database.unlink()
     if lost == "emptied":
         directory.database.touch()
     for _ in range(2):  # nor has the first try made one of it
-        with pytest.raises(StateDirError, match=r"is empty, but .*/jobs holds the files of 4 jobs"):
+        says = f"is empty, but .*/jobs holds the files of {told}"
+        with pytest.raises(StateDirError, match=says):
             scheduler_on(directory.path).start()
     directory.database.write_bytes(whole)
     with scheduler_on(directory.path) as scheduler:

@@ -20,6 +20,7 @@ from pipollux_sched.lifecycle import (
     SweepEnded,
     SweepProgress,
 )
+from pipollux_sched.planning.explain import explanation
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.store import (
     JobEndedError,
@@ -31,6 +32,8 @@ from pipollux_sched.store import (
     UnknownJobError,
     reports,
 )
+from pipollux_sched.views.cluster import cluster_view
+from pipollux_sched.views.jobs import IN_ORDER, job_details, list_jobs
 from pipollux_sched.views.sweeps import list_sweeps, sweep_details
 from tests.cli.kept import HINTS
 from tests.sched.store.stores import point, serve_nodes
@@ -123,6 +126,13 @@ def test_the_message_of_a_sweep_fits_its_trials(store: Store) -> None:
     assert details.message.startswith("2 of 3 trials ended, 1 in progress; the best is trial 1 ")
     assert details.best is not None
     assert (listed.message, listed.best) == (details.message, details.best)
+    job = store.job("rates")
+    (summary, *_), _ = list_jobs(store, IN_ORDER)
+    described, seen = job_details(store, job), cluster_view(store, IN_ORDER, 0).jobs[0]
+    running = next(entry for entry in described.conditions if entry.type == "Running")
+    explained = explanation(store, job).message
+    told = {described.message, summary.message, seen.message, running.message, explained}
+    assert told == {details.message}
     assert listed.trial_states == details.trial_states
     store.transition("rates", Suspend())
     assert sweep_details(store, "rates").message == store.job("rates").state.message
@@ -144,6 +154,16 @@ def test_a_failed_sweep_has_the_cause(store: Store, message: str, cause: str) ->
         "All 3 trials have ended (2 failed, 1 cancelled); "
         f"rates-1: Failed once, max_restarts is 0: {cause}"
     )
+
+
+def test_a_sweep_of_one_trial_has_the_singular(store: Store) -> None:
+    one = spec("one", {"grid": {"lr": [0.1]}, "metric": "error"})
+    submit(store, one)
+    start(store, one, 0)
+    end(store, "one-0")
+    SweepLoop(store, lambda *_: None, store.transition).step()
+    told = "The trial has ended (1 complete); no trial has reported error."
+    assert store.job("one").state.message == told
 
 
 def test_a_sweep_without_its_metric_says_so(store: Store) -> None:

@@ -15,7 +15,6 @@ from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
-from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, Input, Static, Tab, Tabs
 
 from pipollux_sched.cli.teams import spell_use
@@ -148,13 +147,13 @@ class TopApp(App[None]):
             for head in self._main.query("#head").results(Static):  # none once it was left
                 head.update(Text(clean(error), style="bold red"))
             return
-        # When the app ends, its widgets go one by one, and this may come in between.
-        with suppress(NoMatches):
-            if view is not None and view.query == self._wanted:
-                self.view = view
-                self._show(view)
-            elif self.view is not None:
-                self._tell_head(self.view, time.time())
+        if not (self.is_running and self._main.is_attached):
+            return  # the app ends, and its widgets go one by one
+        if view is not None and view.query == self._wanted:
+            self.view = view
+            self._show(view)
+        elif self.view is not None:
+            self._tell_head(self.view, time.time())
 
     def _read(self) -> Look | None:
         wanted, last = self._wanted, self._reader.last_event()

@@ -12,6 +12,7 @@ const SHARE = 50; // pause between two requests, in multiples of the duration of
 /** Return an 80 % interval as times from now. */
 export function span(estimate, now) {
   if (!estimate || estimate.low === null) return DASH;
+  if (estimate.high !== null && estimate.high < now - 1) return "overdue";
   const low = duration(estimate.low - now);
   if (estimate.high === null) return `over ${low}`;
   const high = duration(estimate.high - now);
