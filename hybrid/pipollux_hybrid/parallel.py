@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single, layers_of
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.averages import follow_steps
+from pipollux_hybrid.optim.foreign_steps import ForeignSteps
 from pipollux_hybrid.optim.grad_scaler import scale_of
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
@@ -34,7 +35,13 @@ from pipollux_hybrid.partition.placement import choose_devices, choose_num_stage
 from pipollux_hybrid.pipeline import batchnorm
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.loss import LossFunction, LossScope, check_scope, loss_value
+from pipollux_hybrid.pipeline.loss import (
+    HalvesCheck,
+    LossFunction,
+    LossScope,
+    check_scope,
+    loss_value,
+)
 from pipollux_hybrid.pipeline.microbatch import (
     PyTree,
     batch_size_of,
@@ -228,6 +235,7 @@ class HybridParallel(PipelineModel):
             metrics.reporter  # noqa: B018  # reports missing packages before training
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
+        self._has_gradients = False
         self._result: SyncResult | None = None
         self._timing = StageProfiler(ctx, self._engine)
         self._parameters_check = ParameterCheck(module, ctx, lambda: metrics.step)
@@ -258,8 +266,10 @@ class HybridParallel(PipelineModel):
             is_complete=lambda: self._complete,
             factor=self._rate_factor,
             on_step=self._stepped,
+            before_step=self._check_step,
             shards=shards,
         )
+        self._foreign = ForeignSteps(ctx, module, optimizer, lambda: self._optimizer.is_stepping)
         self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, counted(self._tied, module.parameters()), self._optimizer)
         tied_names = self._tied.listed_names() if self._tied else {}
@@ -274,6 +284,7 @@ class HybridParallel(PipelineModel):
         ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)
         self._inputs_check, self._targets_check = BatchCheck("inputs"), BatchCheck("targets")
+        self._halves_check = HalvesCheck()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, except between accumulation steps."""
@@ -374,7 +385,9 @@ class HybridParallel(PipelineModel):
         scope, factor = check_scope(loss_scope), scale_of(grad_scaler, self.output_device)
         inputs, targets = plain_batch(inputs), plain_batch(targets)
         if isinstance(self._engine, PipelineEngine):
-            return self._train_in_one_process(self._engine, inputs, targets, loss_fn, factor)
+            return self._train_in_one_process(
+                self._engine, inputs, targets, loss_fn, factor, checked=scope is None
+            )
         return self._train_in_stages(self._engine, inputs, targets, loss_fn, scope, factor)
 
     # One iteration, with train_step or the plain loop. A backward that a script calls itself
@@ -394,9 +407,13 @@ class HybridParallel(PipelineModel):
         targets: PyTree,
         loss_fn: LossFunction,
         factor: Tensor | None,
+        *,
+        checked: bool,
     ) -> Tensor:
         targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
         output, plan = self._run_batch(engine, inputs, self._sizes(inputs))
+        if checked and plan is not None and plan.counted and self._divides_batches:
+            self._halves_check.check(loss_fn, output, unmarked(targets))
         loss = loss_value(loss_fn(output, unmarked(targets)))
         divisor = 1
         if plan is not None:
@@ -406,6 +423,13 @@ class HybridParallel(PipelineModel):
         root = loss.scaled(1.0, divisor)
         (root if factor is None else root * factor).backward()
         return self._synchronizer.agreed(loss.mean)
+
+    @property
+    def _divides_batches(self) -> bool:
+        """Whether the loss of a batch is the mean of those of its parts."""
+        limits = self._batch.limits
+        accumulates = limits is not None and limits.gradient_accumulation
+        return self._context.num_replicas > 1 or accumulates
 
     def _train_in_stages(
         self,
@@ -503,7 +527,7 @@ class HybridParallel(PipelineModel):
         self._timing.read()
         # The script may call torch.autograd.grad for gradients of its input.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
-        return plan_backward(
+        plan = plan_backward(
             sizes,
             micro_step,
             synchronize=ends,
@@ -514,9 +538,12 @@ class HybridParallel(PipelineModel):
             one_by_one=self._context.mesh is not None,
             one_stage=self.num_stages == 1,
         )
+        self._synchronizer.expect(plan)
+        return plan
 
     def _backward_finished(self, result: SyncResult | None) -> None:
-        self._complete = result is not None
+        self._complete, self._has_gradients = result is not None, True
+        self._batch.note_backward()
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
         learner = learner_of(self._context)
@@ -530,8 +557,19 @@ class HybridParallel(PipelineModel):
         self._timing.end(result.times)
         self._noise.measure(result)
 
+    def _check_step(self) -> Callable[[], None] | None:
+        """Check that the gradients of a step are those of the whole batch; return what to call
+        after it.
+        """
+        if not self._has_gradients:
+            return self._foreign.check_backward()
+        self._batch.check_backwards()
+        return None
+
     def _rejoined(self) -> None:
         """Continue with other replicas as after a restart."""
+        self._foreign.rejoined()
+        self._has_gradients = False
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
         self._steps_alike.rejoined()
@@ -546,6 +584,7 @@ class HybridParallel(PipelineModel):
         return self._metrics.rate_factor
 
     def _stepped(self) -> None:
+        self._has_gradients = False
         self._steps_alike.stepped()
         self._noise.stepped()
         self._synchronizer.stepped()

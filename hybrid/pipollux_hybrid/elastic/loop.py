@@ -203,11 +203,14 @@ class ElasticLoop(Generic[T]):
             for part, batch in self._segment():
                 if is_first:
                     self._boundary.announce(self._place(part), adapts=self._limits is not None)
+                micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
+                current.begin_pass(micro_step, is_first=is_first)
                 is_first = part.is_optimizer_step
-                current.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
                 metrics.start_step(self._shape(), part)
                 yield batch
                 if not losses.void:
+                    if part.is_optimizer_step:
+                        current.check_backwards()
                     metrics.commit_step(part, self._epochs.epoch, self._epochs.num_epochs)
                 current.micro_step = None
                 if part.is_optimizer_step:
