@@ -310,7 +310,8 @@ class HybridParallel(PipelineModel):
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
-            with self._calling("model(inputs) under torch.no_grad()", sizes, batch), passing_on():
+            meeting = self._calling("model(inputs) under torch.no_grad()", sizes, batch)
+            with meeting, self._context.control.leaving(), passing_on():
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
@@ -448,7 +449,8 @@ class HybridParallel(PipelineModel):
         options["factor"] = factor
         # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
         with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
-            with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():
+            meeting = self._calling("model.train_step(…)", sizes, inputs, targets)
+            with meeting, self._context.control.leaving(), passing_on():
                 loss, weight = engine.train(inputs, targets, sizes, loss_fn, **options)
             self._weigh(plan, weight)
             self._note_loss(loss)
@@ -500,6 +502,7 @@ class HybridParallel(PipelineModel):
         """Check that all processes of the replica make a call with the same batch."""
         mesh, digests = self._context.mesh, self._digests
         assert mesh is not None  # noqa: S101  # only in multi-process pipelines
+        self._context.control.check_left()
         digests.begin()
         read = digests.digest(inputs), digests.digest(targets)
         return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -25,10 +26,13 @@ from pipollux_hybrid import (
     all_reduce_sum,
     init_process_group,
     num_replicas,
+    process_rank,
+    replica_rank,
 )
 from pipollux_hybrid.job import context as contexts
 from tests.hybrid.models import assert_close
 from tests.hybrid.replicas import run_replicas
+from tests.hybrid.stage_processes.training import run_stages
 
 BATCH, WIDTH, SAMPLES = 8, 4, 21
 """The last batch has 5 samples: parts of 3 and 2."""
@@ -171,6 +175,18 @@ def skips_steps(training: Training) -> Step:
     return step
 
 
+def skips_the_first_pass(training: Training) -> Step:
+    def step(x: Tensor, y: Tensor) -> None:
+        training.optimizer.zero_grad()
+        training.passes += 1
+        if training.passes == 1 and (training.model is training.module or replica_rank() == 0):
+            return
+        F.cross_entropy(training.model(x), y).backward()
+        training.optimizer.step()
+
+    return step
+
+
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
@@ -238,6 +254,12 @@ SCRIPTS = [
         "the gradients of the last batch are still there: neither optimizer.step() nor",
     ),
     Refusal(skips_a_pass, None, "ran a backward in 1 of 2 passes over one batch"),
+    # Last, as one replica has begun to average gradients.
+    Refusal(
+        skips_the_first_pass,
+        "where 1 replica ran a backward and the others did not: decide on all replicas alike",
+        "ran a backward in 1 of 2 passes over one batch",
+    ),
 ]
 NAMES = [case.script.__name__ for case in SCRIPTS]
 
@@ -288,3 +310,61 @@ def test_with_accumulation_steps(case: Refusal) -> None:
         (ConfigurationError, SynchronizationError), match=re.escape(case.accumulation)
     ):
         ours(case.script, accumulates=True)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_scheduler_that_steps_on_accumulation_steps() -> None:
+    def schedules(training: Training) -> Step:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            training.optimizer.zero_grad()
+            F.cross_entropy(training.model(x), y).backward()
+            training.optimizer.step()
+            scheduler.step()
+
+        return step
+
+    with pytest.warns(UserWarning, match="the learning rate was changed between two passes over"):
+        ours(schedules, accumulates=True)
+
+
+def test_another_optimizer_is_in_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPOLLUX_CHECKPOINT_DIR", str(tmp_path))
+    contexts.reset()
+    with pytest.warns(UserWarning, match=r"an optimizer \(SGD\) that is not given to Hybrid"):
+        ours(parameters_of_the_loss)
+    contexts.reset()
+
+
+def catches() -> tuple[str, bool]:
+    """Go on after an error of a layer in the first of two stages."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError("a bad sample")
+
+    init_process_group("gloo")
+    training = Training()
+    first = training.module[0]
+    model = HybridParallel(training.module, training.optimizer, num_stages=2, schedule="1f1b")
+    if process_rank() == 0:
+        first.forward = fail
+    caught = False
+    try:
+        for x, y in AdaptiveDataLoader(data(), batch_size=BATCH):
+            try:
+                model.train_step(x, y, F.cross_entropy)
+            except KeyError:
+                caught = True
+    except SynchronizationError as error:
+        return str(error), caught
+    return "", caught
+
+
+def test_an_error_of_a_stage_is_not_to_be_caught() -> None:
+    ((first, last),) = run_stages(catches, 1, 2)
+    assert first[1]
+    assert "a KeyError has ended a call of the model in this process" in first[0]
+    assert "lost its peers while passing micro-batches between stages" in last[0]

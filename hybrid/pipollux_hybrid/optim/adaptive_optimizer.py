@@ -176,6 +176,7 @@ class AdaptiveOptimizer:
             if not self._is_complete():
                 self._kept.check()
                 return None
+            self._kept.check_rates()
             after = self._before_step()
             self.is_stepping = True
             try:

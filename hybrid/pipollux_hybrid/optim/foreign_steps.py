@@ -23,9 +23,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.errors import ConfigurationError, SynchronizationError
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.sync.parameter_check import CHECKED, Held, are_alike, held
+from pipollux_hybrid.warning import warn
 from pipollux_utils.text import count
 
 from .adaptive_optimizer import NO_BACKWARD
@@ -52,7 +54,7 @@ class ForeignSteps:
     ) -> None:
         self._context, self._optimizer, self._is_stepping = ctx, optimizer, is_stepping
         self._own = set(map(id, module.parameters()))
-        self._steps = 0
+        self._steps, self._looked = 0, False
         self._held: dict[str, Held] = {}
         """The parameters of the first foreign steps, after them, by step and number."""
         self._digest = 0
@@ -132,6 +134,22 @@ class ForeignSteps:
     def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_foreign(optimizer) and _with_gradients(optimizer):
             self._note(optimizer)
+            self._look_for_state(optimizer)
+
+    def _look_for_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once if no checkpoint holds the state of another optimizer."""
+        if self._looked or self._context.env.checkpoint_dir is None:
+            return
+        self._looked = True
+        states = self._context.component(States).values()
+        if not any(state.may_hold_schedule for state in states):
+            kind = type(optimizer).__name__
+            warn(
+                f"an optimizer ({kind}) that is not given to HybridParallel is in no checkpoint, "
+                "nor are its parameters: a restart begins with others; call "
+                'pipollux.register_for_checkpointing("name", …) for the optimizer and for the '
+                "module of its parameters"
+            )
 
     def _is_foreign(self, optimizer: torch.optim.Optimizer) -> bool:
         # Steps in a backward are found where the gradients are (`sync.hook_watch`).

@@ -39,6 +39,7 @@ from .microbatch import (
     tensors_of,
     unmarked,
 )
+from .samples import PerSample, is_marked
 
 LossScope: TypeAlias = Literal["microbatch", "batch"]
 """Input of the loss function: each micro-batch, or the whole batch of a replica."""
@@ -145,6 +146,7 @@ class HalvesCheck:
         cut, and losses that draw random numbers, are not compared.
         """
         step, self._step = self._step, self._step + 1
+        targets = _with_lists(output, targets)
         rows = _common_rows(output, targets)
         if rows < 2 or not (step < CHECKED_STEPS or step % CHECK_INTERVAL == 0):
             return
@@ -356,12 +358,25 @@ class MicrobatchLoss:
             )
 
 
+def _with_lists(output: PyTree, targets: PyTree) -> PyTree:
+    """Return targets with lists marked that have an entry for each row of the output, such as the
+    boxes of each image.
+    """
+    first = next((x.shape[0] for x in tensors_of(output) if x.dim()), 0)
+    if isinstance(targets, list) and len(targets) == first:
+        return PerSample(targets)
+    if isinstance(targets, tuple) and type(targets) is tuple:
+        return tuple(_with_lists(output, item) for item in targets)
+    return targets
+
+
 def _common_rows(output: PyTree, targets: PyTree) -> int:
     """Return the size of dimension 0 of all tensors in both; 0 if they cannot be cut along it."""
     leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(targets)]
     if not all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return 0
-    tensors = [*tensors_of(output), *tensors_of(targets)]
+    cut = [leaf for leaf in pytree.tree_leaves(targets, is_leaf=is_marked) if not is_marked(leaf)]
+    tensors = [*tensors_of(output), *tensors_of(cut)]
     rows = {x.shape[0] if x.dim() else 0 for x in tensors}
     return rows.pop() if len(rows) == 1 else 0
 
@@ -371,7 +386,8 @@ def _computed(
 ) -> tuple[LossValue, list[Tensor | None]]:
     """Compute a loss, without effects on what is given, and its gradients for the output."""
     leaves = map_tensors(_copy_of_leaf, output)
-    value = loss_value(loss_fn(map_tensors(_changeable, leaves), map_tensors(torch.clone, targets)))
+    copies = map_tensors(torch.clone, unmarked(targets))
+    value = loss_value(loss_fn(map_tensors(_changeable, leaves), copies))
     return value, _gradients(value.scaled(share, 1.0), leaves)
 
 

@@ -192,7 +192,8 @@ def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
         )
         raise ConfigurationError(
             f"{what} have batch dimensions of different size ({shapes}): the pipeline cuts all "
-            "of them along dimension 0; pass pipollux.whole(tensor) where it is not the batch"
+            "of them along dimension 0; pass pipollux.whole(tensor) where it is not the batch, and "
+            "pipollux.per_sample(list) for a list with an entry for each sample"
         )
     return sizes.pop() if sizes else None
 

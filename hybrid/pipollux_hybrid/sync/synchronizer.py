@@ -32,12 +32,12 @@ from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 from .backward_plan import BackwardPlan
-from .bucket import BUCKET_BYTES, check_wire
+from .bucket import BUCKET_BYTES, bucket_contents, check_wire
 from .buffers import BufferSynchronizer
 from .comm_timer import CommTimer
 from .grad_norms import NormSum
 from .hook_watch import HookWatch
-from .iteration_totals import IterationTotals, power_of_two
+from .iteration_totals import NUM_HEAD, IterationTotals, power_of_two
 from .parameter_check import ParameterCheck
 from .parameter_hooks import NOTHING, ParameterHooks, Trained, Watched, refuse_sparse
 from .reducer import Reducer
@@ -122,6 +122,24 @@ class GradientSynchronizer:
         # Agreed on by the replicas in the last iteration.
         self._finite = True
         self._reference = self._batch_over_part = 1.0
+        self._announce_numbers()
+
+    def _announce_numbers(self) -> None:
+        """Tell the control plane how many numbers the first backward sends, for replicas that run
+        none in the first iteration.
+        """
+        if self._num_replicas == 1:
+            return
+        count = NUM_HEAD + 1  # of a multi-process pipeline
+        if self._mesh is None:
+            trained = [[p for _, p in named if p.requires_grad] for named in self._stages]
+            reduce_dtype, bucket_bytes = self._wire
+            contents = bucket_contents(trained, bucket_bytes, reduce_dtype)
+            check, buffers = self._parameters, self._buffers
+            count = NUM_HEAD + len(contents) + sum(map(len, trained))
+            count += len(check.report() if check is not None else [])
+            count += len(buffers.report() if buffers is not None else [])
+        self._control.expect_numbers(count)
 
     def expect(self, plan: BackwardPlan) -> None:
         """Express gradients of earlier parts in the unit of this one, at its forward: gradients of
@@ -191,6 +209,7 @@ class GradientSynchronizer:
         self._fresh, self._averaged, self._part = True, False, None
         self._reference = self._batch_over_part = 1.0
         self._nonfinite, self._finite, self._unstepped = False, True, None
+        self._announce_numbers()
 
     # --- begin of a backward -------------------------------------------------------------------
 
