@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
-from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
+from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards, steps_separately
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import device_groups, nccl
@@ -72,6 +72,7 @@ from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
+from pipollux_hybrid.warning import warn
 from pipollux_perfmodel.timing.params import joined_modes
 
 if TYPE_CHECKING:
@@ -256,6 +257,12 @@ class HybridParallel(PipelineModel):
         )
         if ctx.mesh is not None:
             ctx.closers.append(refuse_stage_norms(module))
+            if ctx.env.leads and not steps_separately(optimizer):
+                warn(
+                    f"optimizer is a {type(optimizer).__name__}, which is none of torch.optim's: "
+                    "in a multi-process pipeline its step() sees the parameters of one stage, so a "
+                    "norm over all of them would be that of the stage"
+                )
         ctx.closers.append(follow_steps(module, lambda: ctx.batch.accumulates))
         self._steps_alike = OptimizerCheck(optimizer)
         ctx.control.checks.append(self._steps_alike)
@@ -547,6 +554,7 @@ class HybridParallel(PipelineModel):
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete, self._has_gradients = result is not None, True
         self._batch.note_backward()
+        self._optimizer.end_backward(accumulates=self._batch.accumulates)
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
         learner = learner_of(self._context)

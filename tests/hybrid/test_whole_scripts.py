@@ -175,6 +175,38 @@ def skips_steps(training: Training) -> Step:
     return step
 
 
+def ascends(training: Training) -> Step:
+    """SAM: the step is taken with the gradients at a point nearby."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        training.optimizer.zero_grad()
+        F.cross_entropy(training.model(x), y).backward()
+        before = [p.detach().clone() for p in training.module.parameters()]
+        with torch.no_grad():
+            for p in training.module.parameters():
+                p.add_(0.01 * p.grad)
+        training.optimizer.zero_grad()
+        F.cross_entropy(training.model(x), y).backward()
+        with torch.no_grad():
+            for p, values in zip(training.module.parameters(), before, strict=True):
+                p.copy_(values)
+        training.optimizer.step()
+
+    return step
+
+
+def clamps(training: Training) -> Step:
+    def step(x: Tensor, y: Tensor) -> None:
+        training.optimizer.zero_grad()
+        F.cross_entropy(training.model(x), y).backward()
+        training.optimizer.step()
+        with torch.no_grad():
+            for p in training.module.parameters():
+                p.clamp_(-0.5, 0.5)
+
+    return step
+
+
 def skips_the_first_pass(training: Training) -> Step:
     def step(x: Tensor, y: Tensor) -> None:
         training.optimizer.zero_grad()
@@ -227,6 +259,8 @@ class Refusal(NamedTuple):
 SCRIPTS = [
     Refusal(penalty, None, None),
     Refusal(skips_steps, None, None),
+    Refusal(clamps, None, None),
+    Refusal(ascends, None, "parameters were changed on an accumulation step, so the parts of"),
     Refusal(
         parameters_of_the_loss,
         "replicas differ in SGD, parameter 0 of shape (3, 3), after its step 1, as its gradients",

@@ -280,6 +280,13 @@ class AdaptiveOptimizer:
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
+    def end_backward(self, *, accumulates: bool) -> None:
+        """Check, between the parts of a batch, that the parameters stay the same."""
+        if accumulates:
+            self._kept.hold_parameters()
+        else:
+            self._kept.release_parameters()
+
     def keep_gradients(self, *, watched: bool = True) -> None:
         """Make ``zero_grad`` do nothing until the next step; if ``watched``, warn of changes."""
         self._may_zero = False

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipollux_hybrid.errors import SynchronizationError
 from pipollux_hybrid.warning import warn
 
 
 class KeptGradients:
     """Warns, once, if a script changes the first or last gradient on an accumulation step, or a
-    learning rate after it.
+    learning rate after it; refuses changes of parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -27,6 +28,8 @@ class KeptGradients:
         self._hooked: set[torch.Tensor] = set()
         self._rates: list[Any] = []
         """Learning rates on the last accumulation step of this iteration."""
+        self._held: tuple[nn.Parameter, int, torch.Tensor] | None = None
+        """A parameter, its version and its values."""
         self._warned = self._warned_of_rates = False
 
     def note(self) -> None:
@@ -54,6 +57,24 @@ class KeptGradients:
                 "model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
                 "reset them with optimizer.zero_grad() instead of the module's",
             )
+
+    def hold_parameters(self) -> None:
+        """Record a parameter at the end of an accumulation step's backward."""
+        self.release_parameters()
+        last = self._end(-1)
+        if last is not None:
+            self._held = last, last._version, last.detach().clone()
+
+    def release_parameters(self) -> None:
+        """Raise a SynchronizationError if it has changed since the earlier part of the batch."""
+        held, self._held = self._held, None
+        if held is None or held[0]._version == held[1] or torch.equal(held[0].detach(), held[2]):
+            return
+        raise SynchronizationError(
+            "parameters were changed on an accumulation step, so the parts of one batch have the "
+            "gradients of different models: change them in optimizer.step(), which does nothing "
+            "there, or leave out gradient_accumulation=True"
+        )
 
     def check_rates(self) -> None:
         """Check the learning rates at the step that completes an iteration."""
