@@ -33,6 +33,7 @@ from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages, make_current
 from pipollux_hybrid.pipeline import batchnorm
+from pipollux_hybrid.pipeline.buffer_values import OncePerIteration
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import PipelineEngine
 from pipollux_hybrid.pipeline.loss import (
@@ -291,7 +292,7 @@ class HybridParallel(PipelineModel):
         ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)
         self._inputs_check, self._targets_check = BatchCheck("inputs"), BatchCheck("targets")
-        self._halves_check = HalvesCheck()
+        self._halves_check, self._once = HalvesCheck(), OncePerIteration(module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, except between accumulation steps."""
@@ -333,7 +334,7 @@ class HybridParallel(PipelineModel):
         # Another replica counts the sample of a padding batch.
         counts = plan is None or plan.num_samples > 0
         separately = plan is not None and plan.apart
-        with self._counting(counts):
+        with self._counting(counts), self._changing_once(plan):
             output = engine.run(batch, sizes, training=self.training, separately=separately)
         if plan is not None:
             self._synchronizer.watch(output, plan)
@@ -455,7 +456,7 @@ class HybridParallel(PipelineModel):
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
         options["factor"] = factor
         # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
-        with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
+        with needing_all(), self._running(plan), self._synchronizer.backward(plan):
             meeting = self._calling("model.train_step(…)", sizes, inputs, targets)
             with meeting, self._context.control.leaving(), passing_on():
                 loss, weight = engine.train(inputs, targets, sizes, loss_fn, **options)
@@ -519,6 +520,17 @@ class HybridParallel(PipelineModel):
         micro_step = self._batch.micro_step
         if micro_step is None or micro_step.num_samples > 0:
             self._synchronizer.note_loss(loss)
+
+    @contextmanager
+    def _running(self, plan: BackwardPlan) -> Iterator[None]:
+        with self._counting(plan.counted), self._changing_once(plan):
+            yield
+
+    def _changing_once(self, plan: BackwardPlan | None) -> AbstractContextManager[None]:
+        """Change buffers that follow batches once per iteration."""
+        if plan is None or self._batch.micro_step is None or not self._once.places:
+            return nullcontext()
+        return self._once.forward(self._batch.micro_step, is_first=self._batch.passes == 1)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Exclude the forwards within from batch statistics, unless their samples count."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
 
 from pipollux_hybrid import (
@@ -45,7 +46,9 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(4)
-        self.module = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        # The vectors of a spectral norm change once per batch.
+        last = spectral_norm(nn.Linear(6, 3))
+        self.module = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), last).double()
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
         self.model: Model = self.module
         self.extra: dict[str, Tensor] = {}

@@ -147,7 +147,7 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_batch _check _complete _context _deferred _elsewhere _engine _foreign "
         "_has_gradients _layer_profile _metrics _no_sync _noise _norm _normalises _optimizer "
         "_parameters_check _rule _same_samples _steps_alike _synchronizer _tied balance",
-        "_digests _halves_check _inputs_check _result _targets_check _timing _watch",
+        "_digests _halves_check _inputs_check _once _result _targets_check _timing _watch",
     ),
     "InjectionCheck": (
         "",
@@ -218,6 +218,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "NormSum": (
         "",
         "_factor _total _waiting",
+    ),
+    "OncePerIteration": (
+        "places",
+        "_next _part _starts",
     ),
     "OptimizerCheck": (
         "_optimizer _present _steps _used _used_words _values _words",
