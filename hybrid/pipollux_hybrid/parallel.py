@@ -438,7 +438,7 @@ class HybridParallel(PipelineModel):
         """Whether the loss of a batch is the mean of those of its parts."""
         limits = self._batch.limits
         accumulates = limits is not None and limits.gradient_accumulation
-        return self._context.num_replicas > 1 or accumulates
+        return self._context.env.num_replicas > 1 or accumulates
 
     def _train_in_stages(
         self,
