@@ -279,7 +279,8 @@ def _check_parameters(module: nn.Sequential, optimizer: torch.optim.Optimizer) -
             if id(parameter) not in known:
                 raise ConfigurationError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
-                    "not in module: make it from module.parameters()"
+                    "not in module: make it from module.parameters(); have the last layer return "
+                    "parameters of a loss (docs/howto/losses.md#parameters-of-the-loss)"
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
-from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
+from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards, steps_separately
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import device_groups, nccl
@@ -23,6 +23,7 @@ from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single, layers_of
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
 from pipollux_hybrid.optim.averages import follow_steps
+from pipollux_hybrid.optim.foreign_steps import ForeignSteps
 from pipollux_hybrid.optim.grad_scaler import scale_of
 from pipollux_hybrid.optim.noise_meter import NoiseMeter
 from pipollux_hybrid.optim.norm_guard import refuse_stage_norms
@@ -32,9 +33,16 @@ from pipollux_hybrid.optim.scaling_rules import ScalingRule, default_rule
 from pipollux_hybrid.partition.balance import PartitionRequest
 from pipollux_hybrid.partition.placement import choose_devices, choose_num_stages, make_current
 from pipollux_hybrid.pipeline import batchnorm
+from pipollux_hybrid.pipeline.buffer_values import OncePerIteration
 from pipollux_hybrid.pipeline.checkpoint_modes import choose_modes
 from pipollux_hybrid.pipeline.engine import PipelineEngine
-from pipollux_hybrid.pipeline.loss import LossFunction, LossScope, check_scope, loss_value
+from pipollux_hybrid.pipeline.loss import (
+    HalvesCheck,
+    LossFunction,
+    LossScope,
+    check_scope,
+    loss_value,
+)
 from pipollux_hybrid.pipeline.microbatch import (
     PyTree,
     batch_size_of,
@@ -65,6 +73,7 @@ from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
+from pipollux_hybrid.warning import warn
 from pipollux_perfmodel.timing.params import joined_modes
 
 if TYPE_CHECKING:
@@ -228,6 +237,7 @@ class HybridParallel(PipelineModel):
             metrics.reporter  # noqa: B018  # reports missing packages before training
         self._rule = scaling_rule or default_rule(optimizer)
         self._complete, self._no_sync, self._norm = True, False, torch.tensor(math.nan)
+        self._has_gradients = False
         self._result: SyncResult | None = None
         self._timing = StageProfiler(ctx, self._engine)
         self._parameters_check = ParameterCheck(module, ctx, lambda: metrics.step)
@@ -248,6 +258,12 @@ class HybridParallel(PipelineModel):
         )
         if ctx.mesh is not None:
             ctx.closers.append(refuse_stage_norms(module))
+            if ctx.env.leads and not steps_separately(optimizer):
+                warn(
+                    f"optimizer is a {type(optimizer).__name__}, which is none of torch.optim's: "
+                    "in a multi-process pipeline its step() sees the parameters of one stage, so a "
+                    "norm over all of them would be that of the stage"
+                )
         ctx.closers.append(follow_steps(module, lambda: ctx.batch.accumulates))
         self._steps_alike = OptimizerCheck(optimizer)
         ctx.control.checks.append(self._steps_alike)
@@ -258,8 +274,10 @@ class HybridParallel(PipelineModel):
             is_complete=lambda: self._complete,
             factor=self._rate_factor,
             on_step=self._stepped,
+            before_step=self._check_step,
             shards=shards,
         )
+        self._foreign = ForeignSteps(ctx, module, optimizer, lambda: self._optimizer.is_stepping)
         self._optimizer.follow(lr_scheduler)
         self._noise = NoiseMeter(ctx, counted(self._tied, module.parameters()), self._optimizer)
         tied_names = self._tied.listed_names() if self._tied else {}
@@ -274,6 +292,7 @@ class HybridParallel(PipelineModel):
         ctx.joined.append(lambda: self._check.compare(metrics.step))
         self._watch = ParameterWatch(module, optimizer)
         self._inputs_check, self._targets_check = BatchCheck("inputs"), BatchCheck("targets")
+        self._halves_check, self._once = HalvesCheck(), OncePerIteration(module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, except between accumulation steps."""
@@ -299,7 +318,8 @@ class HybridParallel(PipelineModel):
         if not isinstance(self._engine, PipelineEngine):
             if torch.is_grad_enabled():
                 refuse_plain_loop()
-            with self._calling("model(inputs) under torch.no_grad()", sizes, batch), passing_on():
+            meeting = self._calling("model(inputs) under torch.no_grad()", sizes, batch)
+            with meeting, self._context.control.leaving(), passing_on():
                 output = self._engine.run(batch, sizes)
             batchnorm.commit_statistics(self._deferred)
             return output
@@ -314,7 +334,7 @@ class HybridParallel(PipelineModel):
         # Another replica counts the sample of a padding batch.
         counts = plan is None or plan.num_samples > 0
         separately = plan is not None and plan.apart
-        with self._counting(counts):
+        with self._counting(counts), self._changing_once(plan):
             output = engine.run(batch, sizes, training=self.training, separately=separately)
         if plan is not None:
             self._synchronizer.watch(output, plan)
@@ -374,7 +394,9 @@ class HybridParallel(PipelineModel):
         scope, factor = check_scope(loss_scope), scale_of(grad_scaler, self.output_device)
         inputs, targets = plain_batch(inputs), plain_batch(targets)
         if isinstance(self._engine, PipelineEngine):
-            return self._train_in_one_process(self._engine, inputs, targets, loss_fn, factor)
+            return self._train_in_one_process(
+                self._engine, inputs, targets, loss_fn, factor, checked=scope is None
+            )
         return self._train_in_stages(self._engine, inputs, targets, loss_fn, scope, factor)
 
     # One iteration, with train_step or the plain loop. A backward that a script calls itself
@@ -394,9 +416,13 @@ class HybridParallel(PipelineModel):
         targets: PyTree,
         loss_fn: LossFunction,
         factor: Tensor | None,
+        *,
+        checked: bool,
     ) -> Tensor:
         targets = map_tensors(lambda x: x.to(self.output_device, non_blocking=True), targets)
         output, plan = self._run_batch(engine, inputs, self._sizes(inputs))
+        if checked and plan is not None and plan.counted and self._divides_batches:
+            self._halves_check.check(loss_fn, output, unmarked(targets))
         loss = loss_value(loss_fn(output, unmarked(targets)))
         divisor = 1
         if plan is not None:
@@ -406,6 +432,13 @@ class HybridParallel(PipelineModel):
         root = loss.scaled(1.0, divisor)
         (root if factor is None else root * factor).backward()
         return self._synchronizer.agreed(loss.mean)
+
+    @property
+    def _divides_batches(self) -> bool:
+        """Whether the loss of a batch is the mean of those of its parts."""
+        limits = self._batch.limits
+        accumulates = limits is not None and limits.gradient_accumulation
+        return self._context.env.num_replicas > 1 or accumulates
 
     def _train_in_stages(
         self,
@@ -423,8 +456,9 @@ class HybridParallel(PipelineModel):
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
         options["factor"] = factor
         # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
-        with needing_all(), self._counting(plan.counted), self._synchronizer.backward(plan):
-            with self._calling("model.train_step(…)", sizes, inputs, targets), passing_on():
+        with needing_all(), self._running(plan), self._synchronizer.backward(plan):
+            meeting = self._calling("model.train_step(…)", sizes, inputs, targets)
+            with meeting, self._context.control.leaving(), passing_on():
                 loss, weight = engine.train(inputs, targets, sizes, loss_fn, **options)
             self._weigh(plan, weight)
             self._note_loss(loss)
@@ -476,6 +510,7 @@ class HybridParallel(PipelineModel):
         """Check that all processes of the replica make a call with the same batch."""
         mesh, digests = self._context.mesh, self._digests
         assert mesh is not None  # noqa: S101  # only in multi-process pipelines
+        self._context.control.check_left()
         digests.begin()
         read = digests.digest(inputs), digests.digest(targets)
         return mesh.calls.meeting(name, BatchDigest(sum(sizes), len(sizes), *read))
@@ -485,6 +520,17 @@ class HybridParallel(PipelineModel):
         micro_step = self._batch.micro_step
         if micro_step is None or micro_step.num_samples > 0:
             self._synchronizer.note_loss(loss)
+
+    @contextmanager
+    def _running(self, plan: BackwardPlan) -> Iterator[None]:
+        with self._counting(plan.counted), self._changing_once(plan):
+            yield
+
+    def _changing_once(self, plan: BackwardPlan | None) -> AbstractContextManager[None]:
+        """Change buffers that follow batches once per iteration."""
+        if plan is None or self._batch.micro_step is None or not self._once.places:
+            return nullcontext()
+        return self._once.forward(self._batch.micro_step, is_first=self._batch.passes == 1)
 
     def _counting(self, counts: bool) -> AbstractContextManager[None]:
         """Exclude the forwards within from batch statistics, unless their samples count."""
@@ -503,7 +549,7 @@ class HybridParallel(PipelineModel):
         self._timing.read()
         # The script may call torch.autograd.grad for gradients of its input.
         whole = any(tensor.requires_grad for tensor in tensors_of(batch))
-        return plan_backward(
+        plan = plan_backward(
             sizes,
             micro_step,
             synchronize=ends,
@@ -514,9 +560,13 @@ class HybridParallel(PipelineModel):
             one_by_one=self._context.mesh is not None,
             one_stage=self.num_stages == 1,
         )
+        self._synchronizer.expect(plan)
+        return plan
 
     def _backward_finished(self, result: SyncResult | None) -> None:
-        self._complete = result is not None
+        self._complete, self._has_gradients = result is not None, True
+        self._batch.note_backward()
+        self._optimizer.end_backward(accumulates=self._batch.accumulates)
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
         learner = learner_of(self._context)
@@ -530,8 +580,19 @@ class HybridParallel(PipelineModel):
         self._timing.end(result.times)
         self._noise.measure(result)
 
+    def _check_step(self) -> Callable[[], None] | None:
+        """Check that the gradients of a step are those of the whole batch; return what to call
+        after it.
+        """
+        if not self._has_gradients:
+            return self._foreign.check_backward()
+        self._batch.check_backwards()
+        return None
+
     def _rejoined(self) -> None:
         """Continue with other replicas as after a restart."""
+        self._foreign.rejoined()
+        self._has_gradients = False
         self._synchronizer.rejoin(self._context.env.num_replicas)
         self._optimizer.rejoin()
         self._steps_alike.rejoined()
@@ -546,6 +607,7 @@ class HybridParallel(PipelineModel):
         return self._metrics.rate_factor
 
     def _stepped(self) -> None:
+        self._has_gradients = False
         self._steps_alike.stepped()
         self._noise.stepped()
         self._synchronizer.stepped()

@@ -23,8 +23,8 @@ from tests.hybrid.stage_processes.training import run_stages
 
 PAGES = {
     "howto/train": 5,
-    "howto/data": 3,
-    "howto/losses": 2,
+    "howto/data": 4,
+    "howto/losses": 3,
     "howto/checkpoints": 2,
     "howto/batch-size": 2,
     "howto/profile": 2,

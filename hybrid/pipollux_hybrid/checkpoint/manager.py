@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pipollux_hybrid.errors import CheckpointError, PeerLostError
+from pipollux_hybrid.errors import CheckpointError, ConfigurationError, PeerLostError
 from pipollux_hybrid.job.context import JobContext, context
 from pipollux_hybrid.job.exit_status import fail_at_exit, forget_failure
 
@@ -28,6 +28,9 @@ from .background_parts import start_saving_in_parts
 from .owner import Owner
 from .parts import save_in_parts
 from .state import State, States, snapshot_of
+
+_ended: set[Path] = set()
+"""The directories of trainings that this process has ended."""
 
 
 class CheckpointManager:
@@ -192,11 +195,24 @@ def checkpoint_to_restore(ctx: JobContext) -> Path | None:
         plan = _plan(ctx, root)
         if plan["refusal"] is not None:
             raise CheckpointError(plan["refusal"])
+        if plan["version"] is not None and root in _ended:
+            raise ConfigurationError(
+                f"PIPOLLUX_CHECKPOINT_DIR={root} has the checkpoints of a training that this "
+                "process has ended, and the next model would start from them: give each training "
+                "(fold, trial) a folder of its own, by os.environ['PIPOLLUX_CHECKPOINT_DIR'] "
+                "before init_process_group(), or a process of its own"
+            )
         if plan["version"] is not None:
             holder = root if plan["holder"] is None else root.parent / plan["holder"]
             manager.restored_from = _see(ctx, files.directory_of(holder, plan["version"]))
         manager.looked = True
     return manager.restored_from
+
+
+def note_end(ctx: JobContext) -> None:
+    """Record that a training has ended, which no other model of this process continues."""
+    if ctx.env.checkpoint_dir is not None:
+        _ended.add(ctx.env.checkpoint_dir)
 
 
 def _plan(ctx: JobContext, root: Path) -> dict[str, Any]:

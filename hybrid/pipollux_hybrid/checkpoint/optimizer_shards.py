@@ -200,15 +200,23 @@ def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
     return ranks
 
 
+def steps_separately(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known not to combine several parameters in its step."""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, x) and step is inspect.unwrap(x.step) for x in _known())
+
+
+def _known() -> list[type[torch.optim.Optimizer]]:
+    return [getattr(torch.optim, name) for name in EACH_ALONE if hasattr(torch.optim, name)]
+
+
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step may combine several parameters."""
-    known = [getattr(torch.optim, name) for name in EACH_ALONE if hasattr(torch.optim, name)]
-    step = inspect.unwrap(type(optimizer).step)
-    if not any(isinstance(optimizer, x) and step is inspect.unwrap(x.step) for x in known):
+    if not steps_separately(optimizer):
         raise ConfigurationError(
             f"shard_optimizer=True with {type(optimizer).__name__}, which is not known to step "
             "each parameter by itself: use one of torch.optim's "
-            f"{', '.join(kind.__name__ for kind in known)}, or leave shard_optimizer out"
+            f"{', '.join(kind.__name__ for kind in _known())}, or leave shard_optimizer out"
         )
 
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state, save_last_states
 from pipollux_hybrid.checkpoint.state import State, States
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.job import signals
 from pipollux_hybrid.job.context import JobContext, context, from_scratch
 from pipollux_hybrid.job.membership import JobPlace
 from pipollux_hybrid.push_pull.component import learner_of
@@ -105,6 +106,14 @@ def epoch_state(ctx: JobContext) -> EpochState:
             state.loops_to_skip = state.loops_done
     assert isinstance(state, EpochState)  # noqa: S101  # the name is this module's own
     return state
+
+
+def have_ended(ctx: JobContext) -> bool:
+    """Return whether the script has trained all epochs it wanted, without a stop."""
+    state = ctx.component(States).get(STATE_NAME)
+    if not isinstance(state, EpochState):
+        return False
+    return state.began and not state.entered and not signals.stop_requested()
 
 
 def remaining_epochs_until(num_epochs: int) -> Iterator[int]:

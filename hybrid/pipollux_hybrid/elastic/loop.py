@@ -8,6 +8,7 @@ of a *segment*, a sequence of iterations with one batch shape.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -32,6 +33,7 @@ from .step_boundary import IterationEnd, StepBoundary
 
 T = TypeVar("T")
 KIND = "loader"
+LOG = logging.getLogger(__name__)
 
 
 class LoopState(State):
@@ -102,6 +104,8 @@ class ElasticLoop(Generic[T]):
         self._learner: Learner | None = None
         """Of the loop under way, if servers hand out its positions."""
         self._limits: BatchSizeLimits | None = None
+        self._outside = 0
+        """Loops with gradients outside of a loop over epochs."""
         self._random = random_state(self._context)
         self._state = LoopState(self._context, identity)
         self._state.common = self._description()
@@ -167,6 +171,7 @@ class ElasticLoop(Generic[T]):
         """Iterate over this replica's atomic batches, from the position of the last attempt."""
         ctx = self._context
         refuse_inside_loop(ctx, type(self).__name__)
+        self._note_pass()
         if self._is_skipped() or self._is_over_for_joining() or self._is_over_on_servers():
             return
         self._random.restore_once()
@@ -191,6 +196,22 @@ class ElasticLoop(Generic[T]):
         # The loop is recorded as done before the job may stop.
         self._boundary.settle()
 
+    def _note_pass(self) -> None:
+        """Log once that the script trains several epochs which it does not count with
+        :func:`~pipollux_hybrid.elastic.epoch.remaining_epochs_until`.
+        """
+        if self._epochs.entered or not torch.is_grad_enabled():
+            return
+        self._outside += 1
+        env = self._context.env
+        if self._outside == 2 and env.leads and env.checkpoint_dir is not None:
+            LOG.warning(
+                "a loader is looped over again outside of remaining_epochs_until: after a restart "
+                "the code around its loops runs again for those that are over, such as "
+                "scheduler.step(), and shuffle=True gives the same order in each; write for epoch "
+                "in pipollux.remaining_epochs_until(…)"
+            )
+
     def _iterations(self) -> Iterator[T]:
         current, metrics, losses = self._context.batch, self._metrics, self._context.control.losses
         self._begin()
@@ -203,11 +224,14 @@ class ElasticLoop(Generic[T]):
             for part, batch in self._segment():
                 if is_first:
                     self._boundary.announce(self._place(part), adapts=self._limits is not None)
+                micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
+                current.begin_pass(micro_step, is_first=is_first)
                 is_first = part.is_optimizer_step
-                current.micro_step = MicroStep(part.num_samples, part.is_optimizer_step)
                 metrics.start_step(self._shape(), part)
                 yield batch
                 if not losses.void:
+                    if part.is_optimizer_step:
+                        current.check_backwards()
                     metrics.commit_step(part, self._epochs.epoch, self._epochs.num_epochs)
                 current.micro_step = None
                 if part.is_optimizer_step:

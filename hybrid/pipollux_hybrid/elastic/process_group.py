@@ -7,6 +7,7 @@ pipeline). Without torchrun, which sets their ranks, a script is a job of one re
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore
+from pipollux_hybrid.checkpoint.manager import checkpoint_to_restore, note_end
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import context as contexts
 from pipollux_hybrid.job import device_groups, nccl, signals
@@ -32,10 +33,15 @@ from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_protocol import environment as variables
 
+from .epoch import have_ended
 from .step_boundary import acknowledge
 
 if TYPE_CHECKING:
     from pipollux_hybrid.resize.scheduler_rendezvous import SchedulerRendezvous
+
+
+_meetings = itertools.count()
+"""Numbers of the jobs of this process."""
 
 
 def init_process_group(
@@ -146,13 +152,21 @@ def _meet(settings: Mapping[str, str | None], timeout: float, env: JobEnvironmen
     and pull form a group each.
     """
     wait = timedelta(seconds=timeout)
+    number = next(_meetings)
+    if number and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigurationError(
+            "init_process_group() was called again, after destroy_process_group(), in a job of "
+            "several processes that torchrun did not start, and only under torchrun can they meet "
+            "again: use it, or train each model in processes of its own"
+        )
     store, rank, size = next(torch_rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
     if env.servers is not None:
         store = PrefixStore(f"replica_{env.replica}", store)
         rank, size = env.stage, env.processes_per_replica
     agree_by_store(store, rank, size, "their process groups", settings)
-    return PrefixStore("default_pg", store)  # as torch names it
+    # The addresses of an earlier job of these processes are still in the store.
+    return PrefixStore(f"default_pg_{number}" if number else "default_pg", store)
 
 
 def _rendezvous(env: JobEnvironment, backend: str) -> RendezvousFolder | SchedulerRendezvous | None:
@@ -204,6 +218,8 @@ def destroy_process_group() -> None:
     """Leave the job: end background work and collectives. Called automatically at exit."""
     ctx = contexts.current()
     watch = None if ctx is None else ctx.watch
+    if ctx is not None and have_ended(ctx):
+        note_end(ctx)
     if watch is not None and watch.gone():
         device_groups.abort_all()  # which else wait for those that are gone
     contexts.reset()

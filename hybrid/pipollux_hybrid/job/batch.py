@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipollux_hybrid.errors import (
     Allowed,
     ConfigurationError,
+    SynchronizationError,
     check_values,
     is_sequence,
     is_whole,
@@ -206,6 +207,34 @@ class BatchConfig:
     """M that the goodput model proposed last; 0 before its first proposal."""
     loss_scale: Tensor | None = None
     """Factor of the loss of the next backward, written by GradScaler."""
+    passes: int = 0
+    """Passes of the loop body in the current iteration so far."""
+    trained: list[MicroStep] = field(default_factory=list)
+    """Those of them with a backward, written by HybridParallel."""
+
+    def begin_pass(self, micro_step: MicroStep, *, is_first: bool) -> None:
+        """Begin a pass of the loop body."""
+        if is_first:
+            self.passes = 0
+            self.trained.clear()
+        self.micro_step, self.passes = micro_step, self.passes + 1
+
+    def note_backward(self) -> None:
+        """Record a backward of the current pass."""
+        part = self.micro_step
+        if part is not None and not any(part is other for other in self.trained):
+            self.trained.append(part)
+
+    def check_backwards(self) -> None:
+        """Raise a SynchronizationError if only some passes of the iteration had a backward."""
+        trained = len(self.trained)
+        if self.micro_step is not None and 0 < trained < self.passes:
+            raise SynchronizationError(
+                f"the loop body ran a backward in {trained} of {self.passes} passes over one batch "
+                "(accumulation steps), so the gradient would be that of a part of the batch: run "
+                "it in all of them or in none, as by multiplying the loss by zero, or train with "
+                "model.train_step and skip optimizer.step() where its loss is not finite"
+            )
 
     @property
     def accumulates(self) -> bool:

@@ -153,6 +153,8 @@ class ControlPlane:
         """Checks compared between all processes at every exchange."""
         self._message: ControlMessage | None = None
         """This replica's contribution to the current exchange."""
+        self._left: Exception | None = None
+        """What ended a step in this process while others wait for its micro-batches."""
         self._agreed: ControlMessage | None = None
         """Its result, if a backward has carried it."""
         self._place = ""
@@ -189,6 +191,12 @@ class ControlPlane:
         """
         self._message, self._place = message, place
         self._agreed = message if self._group is None else None
+
+    def expect_numbers(self, count: int) -> None:
+        """Set how many numbers the first backward sends, alike on all replicas: an exchange
+        without a backward has as many, so that it meets those with one.
+        """
+        self._riding = count
 
     def ride(self, numbers: Sequence[float], failure: PeerLostError | None = None) -> list[float]:
         """Sum a synchronizing backward's numbers, of equal count, over the replicas, with the
@@ -269,7 +277,31 @@ class ControlPlane:
         with self._gathering():
             return self._group.all_gather_bytes(content)
 
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Refuse all later exchanges if an exception ends the body, in which other processes wait
+        for this one.
+        """
+        try:
+            yield
+        except SynchronizationError:
+            raise  # they have ended, or know
+        except Exception as error:
+            self._left = error
+            raise
+
+    def check_left(self) -> None:
+        """Raise a SynchronizationError if an exception has left such a body."""
+        if self._left is not None:
+            raise SynchronizationError(
+                f"a {type(self._left).__name__} has ended a call of the model in this process "
+                f"({self._left}), and other processes of the replica wait in it for this one's "
+                "micro-batches: do not catch it; let the job end, and start it again from its last "
+                "checkpoint"
+            )
+
     def _meet(self, call: str) -> None:
+        self.check_left()
         if self.mesh is not None:
             self.mesh.calls.meet(call)
 

@@ -52,6 +52,7 @@ class AdaptiveOptimizer:
         is_complete: Returns whether the gradients of an iteration are complete.
         factor: Returns the factor on the learning rate of the next step.
         on_step: Called after each real step.
+        before_step: Called before each; returns a function to call after it, or None.
         shards: Division of the optimizer state; None: every replica holds everything.
     """
 
@@ -62,13 +63,16 @@ class AdaptiveOptimizer:
         is_complete: Callable[[], bool],
         factor: Callable[[], float],
         on_step: Callable[[], None],
+        before_step: Callable[[], Callable[[], None] | None] = lambda: None,
         shards: OptimizerShards | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._sharded = None if shards is None else ShardedStep(optimizer, shards)
         self._is_complete = is_complete
         self._factor = factor
-        self._on_step = on_step
+        self._on_step, self._before_step = on_step, before_step
+        self.is_stepping = False
+        """Whether the optimizer is in its own step, which may call those of others."""
         self._may_zero = True
         self._kept = KeptGradients(optimizer)
         self._adam = is_adam_like(optimizer)
@@ -172,7 +176,15 @@ class AdaptiveOptimizer:
             if not self._is_complete():
                 self._kept.check()
                 return None
-            result = self._scaled(self._own(original))
+            self._kept.check_rates()
+            after = self._before_step()
+            self.is_stepping = True
+            try:
+                result = self._scaled(self._own(original))
+            finally:
+                self.is_stepping = False
+            if after is not None:
+                after()
             self._may_zero = True
             self.num_steps += 1
             self._steps_used += 1
@@ -267,6 +279,13 @@ class AdaptiveOptimizer:
                 original(set_to_none=set_to_none)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
+
+    def end_backward(self, *, accumulates: bool) -> None:
+        """Check, between the parts of a batch, that the parameters stay the same."""
+        if accumulates:
+            self._kept.hold_parameters()
+        else:
+            self._kept.release_parameters()
 
     def keep_gradients(self, *, watched: bool = True) -> None:
         """Make ``zero_grad`` do nothing until the next step; if ``watched``, warn of changes."""

@@ -5,8 +5,8 @@ with different values. So the recomputation runs on copies of the values before 
 and leaves the buffers unchanged.
 
 The vectors of :func:`torch.nn.utils.spectral_norm` change once per batch, as in the plain model:
-all micro-batches start with the first one's values, and only the first one's change stays. Other
-layers change their buffers once per micro-batch.
+all micro-batches start with the first one's values, and only the first one's change stays, and so
+do the parts of an iteration. Other layers change their buffers once per micro-batch.
 """
 
 from __future__ import annotations
@@ -138,6 +138,38 @@ class BufferValues:
             known or buffer.numel() * buffer.element_size() <= SMALL_BYTES
         )
         return layer, name, buffer, _version(buffer), _copy(buffer) if wanted else None
+
+
+class OncePerIteration:
+    """Vectors of spectral normalization in the parts of an iteration (accumulation steps): the k-th
+    forward of each part starts with the values of the first part's, whose change alone stays.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places = list(_once_a_batch(list(module.modules())))
+        """The layers and the names of their vectors."""
+        self._part: object = None
+        self._starts: list[Values] = []
+        self._next = 0
+
+    @contextmanager
+    def forward(self, part: object, *, is_first: bool) -> Iterator[None]:
+        """Run a forward of a part; ``is_first``: it is the iteration's first."""
+        if part is not self._part:
+            self._part, self._next = part, 0
+            if is_first:
+                self._starts = []
+        number, self._next = self._next, self._next + 1
+        now = [Value(x, name, x._buffers.get(name, ABSENT)) for x, name in self.places]
+        if is_first or number >= len(self._starts):
+            self._starts.append([Value(x, name, _copy(value)) for x, name, value in now])
+            yield
+            return
+        _put([Value(x, name, _copy(value)) for x, name, value in self._starts[number]])
+        try:
+            yield
+        finally:
+            _put(now)
 
 
 def _once_a_batch(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:

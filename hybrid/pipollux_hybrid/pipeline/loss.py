@@ -25,10 +25,21 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
-from .microbatch import PyTree, gather, map_tensors, scatter, tensors_of, unmarked
+from .microbatch import (
+    PLAIN,
+    PyTree,
+    gather,
+    map_tensors,
+    microbatch_sizes,
+    scatter,
+    tensors_of,
+    unmarked,
+)
+from .samples import PerSample, is_marked
 
 LossScope: TypeAlias = Literal["microbatch", "batch"]
 """Input of the loss function: each micro-batch, or the whole batch of a replica."""
@@ -36,6 +47,7 @@ CHECKED_STEPS = 10
 """First steps of an attempt, in which every pair of neighbouring micro-batches is compared."""
 CHECK_INTERVAL = 50
 """Interval of later steps in which the first pair is compared."""
+REASONS = "(padding or ignore_index, class weights, a loss that compares samples, random numbers)"
 
 
 class WeightedLoss(NamedTuple):
@@ -118,6 +130,57 @@ def loss_value(returned: object) -> LossValue:
         f"loss_fn returned {shown or f'a {type(root).__name__}'}: return the loss alone, a scalar "
         "tensor, or pipollux.WeightedLoss(sum, weight); keep other values in a variable of your own"
     )
+
+
+class HalvesCheck:
+    """Compares losses of whole batches with those of their halves, in the same steps as
+    :class:`MicrobatchLoss`: where replicas or accumulation steps divide batches, the mean over
+    their parts is trained.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def check(self, loss_fn: LossFunction, output: PyTree, targets: PyTree) -> None:
+        """Raise a ConfigurationError if the loss is not a mean over samples. Values that cannot be
+        cut, and losses that draw random numbers, are not compared.
+        """
+        step, self._step = self._step, self._step + 1
+        targets = _with_lists(output, targets)
+        rows = _common_rows(output, targets)
+        if rows < 2 or not (step < CHECKED_STEPS or step % CHECK_INTERVAL == 0):
+            return
+        sizes = microbatch_sizes(rows, 2)
+        with _same_random_numbers(output):
+            before = torch.get_rng_state()
+            whole, gradients = _computed(loss_fn, output, targets, 1.0)
+            if not torch.equal(torch.get_rng_state(), before):
+                return
+            parts = []
+            for half, target, size in zip(
+                scatter(output, sizes), scatter(targets, sizes), sizes, strict=True
+            ):
+                try:
+                    parts.append(_computed(loss_fn, half, target, size / rows))
+                except Exception:  # the script's function takes batches of one size only
+                    return
+        tolerance = _tolerance(output, whole.root)
+        values = [_number(v.scaled(n / rows, 1.0)) for (v, _), n in zip(parts, sizes, strict=True)]
+        expected, found = sum(values), _number(whole.scaled(1.0, 1.0))
+        alike = _close(found, expected, tolerance * max(abs(found), *map(abs, values)))
+        if whole.weight is not None:
+            weight = sum(value.weight or 0.0 for value, _ in parts)
+            alike = alike and _close(whole.weight, weight, tolerance * abs(weight))
+        halves = zip(*(found for _, found in parts), strict=True)
+        pairs = zip(gradients, halves, strict=True)
+        if not (alike and all(_alike(_joined(two), one, 0, tolerance) for one, two in pairs)):
+            raise ConfigurationError(
+                f"the loss is not a mean over samples: for this replica's batch it is {found:.6g}, "
+                f"and the mean of both halves is {expected:.6g}, or their gradients differ "
+                f"{REASONS}, so dividing batches among replicas and accumulation steps changes "
+                "it; return pipollux.WeightedLoss(sum, weight), or pass loss_scope='batch' to "
+                "train_step if the mean over replicas and accumulation steps is intended"
+            )
 
 
 class _Cut(NamedTuple):
@@ -272,10 +335,10 @@ class MicrobatchLoss:
             together = loss_value(self._loss_fn(changeable, self._joined_targets(index)))
         total = sum(sizes)
         parts = [
-            float(one.value.scaled(count / total, 1.0).detach())
+            _number(one.value.scaled(count / total, 1.0))
             for one, count in zip((before, cut), sizes, strict=True)
         ]
-        expected, found = sum(parts), float(together.scaled(1.0, 1.0).detach())
+        expected, found = sum(parts), _number(together.scaled(1.0, 1.0))
         tolerance = _tolerance(joined, together.root)
         alike = _close(found, expected, tolerance * max(abs(found), *map(abs, parts)))
         if together.weight is not None:
@@ -289,11 +352,52 @@ class MicrobatchLoss:
             raise ConfigurationError(
                 f"the loss is not a mean over samples: for micro-batches {index - 1} and {index} "
                 f"together it is {found:.6g}, and the mean of both is {expected:.6g}, or their "
-                "gradients differ (padding or ignore_index, class weights, a loss that compares "
-                "samples, random numbers); return pipollux.WeightedLoss(sum, weight), or pass "
+                f"gradients differ {REASONS}; return pipollux.WeightedLoss(sum, weight), or pass "
                 "loss_scope='batch' to train_step to compute it over the whole batch, or "
                 "loss_scope='microbatch' if the mean over micro-batches is intended"
             )
+
+
+def _with_lists(output: PyTree, targets: PyTree) -> PyTree:
+    """Return targets with lists marked that have an entry for each row of the output, such as the
+    boxes of each image.
+    """
+    first = next((x.shape[0] for x in tensors_of(output) if x.dim()), 0)
+    if isinstance(targets, list) and len(targets) == first:
+        return PerSample(targets)
+    if isinstance(targets, tuple) and type(targets) is tuple:
+        return tuple(_with_lists(output, item) for item in targets)
+    return targets
+
+
+def _common_rows(output: PyTree, targets: PyTree) -> int:
+    """Return the size of dimension 0 of all tensors in both; 0 if they cannot be cut along it."""
+    leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(targets)]
+    if not all(leaf is None or isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        return 0
+    cut = [leaf for leaf in pytree.tree_leaves(targets, is_leaf=is_marked) if not is_marked(leaf)]
+    tensors = [*tensors_of(output), *tensors_of(cut)]
+    rows = {x.shape[0] if x.dim() else 0 for x in tensors}
+    return rows.pop() if len(rows) == 1 else 0
+
+
+def _computed(
+    loss_fn: LossFunction, output: PyTree, targets: PyTree, share: float
+) -> tuple[LossValue, list[Tensor | None]]:
+    """Compute a loss, without effects on what is given, and its gradients for the output."""
+    leaves = map_tensors(_copy_of_leaf, output)
+    copies = map_tensors(torch.clone, unmarked(targets))
+    value = loss_value(loss_fn(map_tensors(_changeable, leaves), copies))
+    return value, _gradients(value.scaled(share, 1.0), leaves)
+
+
+def _number(scalar: Tensor) -> float:
+    return float(scalar.detach())
+
+
+def _joined(halves: Sequence[Tensor | None]) -> Tensor | None:
+    found = [half for half in halves if half is not None]
+    return torch.cat(found) if len(found) == len(halves) else None
 
 
 def _leaf(tensor: Tensor) -> Tensor:

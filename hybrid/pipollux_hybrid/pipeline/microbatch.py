@@ -66,7 +66,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: PyTree) -> PyTree:
     return pytree.tree_map_only(Tensor, function, value)
 
 
-def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
+def scatter(
+    batch: PyTree, sizes: Sequence[int], what: str = "the input of the model"
+) -> list[PyTree]:
     """Cut every tensor of a batch along dimension 0; plain values go into every micro-batch.
 
     Marked values (:mod:`.samples`) are cut, or passed to every micro-batch, without their mark.
@@ -77,7 +79,7 @@ def scatter(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """
     if isinstance(batch, Tensor):
         return list(batch.split(list(sizes)))
-    flatten(batch, "the input of the model")
+    flatten(batch, what)
     leaves, structure = pytree.tree_flatten(batch, is_leaf=is_marked)
     columns = [_cut(leaf, sizes) for leaf in leaves]
     return [unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
@@ -190,7 +192,8 @@ def samples_of(batch: PyTree, what: str = "the inputs") -> int | None:
         )
         raise ConfigurationError(
             f"{what} have batch dimensions of different size ({shapes}): the pipeline cuts all "
-            "of them along dimension 0; pass pipollux.whole(tensor) where it is not the batch"
+            "of them along dimension 0; pass pipollux.whole(tensor) where it is not the batch, and "
+            "pipollux.per_sample(list) for a list with an entry for each sample"
         )
     return sizes.pop() if sizes else None
 

@@ -202,7 +202,9 @@ class ProcessEngine:
         recomputed = self.checkpointed(len(sizes), training=training)
         for chunk in self.chunks:
             chunk.begin(len(sizes), recomputed=recomputed, has_backward=True)
-        labels = [None] * len(sizes) if whole or not self.is_last else scatter(targets, sizes)
+        labels = (
+            [None] * len(sizes) if whole or not self.is_last else scatter(targets, sizes, "targets")
+        )
         self._run(inputs, labels, sizes, trains=True, forwards_first=whole)
         loss = self._loss
         self._loss = None

@@ -235,7 +235,15 @@ def make_buckets(
     A parameter larger than ``bucket_bytes`` on the wire has a bucket alone. ``dtype`` is the type
     on the wire; None is float32, and float64 for float64 gradients.
     """
-    buckets = []
+    contents = bucket_contents(stages, bucket_bytes, dtype)
+    return [Bucket(index, parameters, wire, group) for index, parameters, wire in contents]
+
+
+def bucket_contents(
+    stages: Sequence[Sequence[nn.Parameter]], bucket_bytes: int, dtype: torch.dtype | None
+) -> list[tuple[int, list[nn.Parameter], torch.dtype]]:
+    """Return stage, parameters and type of each of :func:`make_buckets`, not allocated."""
+    contents = []
     for index in reversed(range(len(stages))):
         open_: dict[torch.dtype, list[nn.Parameter]] = {}
         filled: dict[torch.dtype, int] = {}
@@ -243,12 +251,12 @@ def make_buckets(
             wire = dtype or _widest(parameter)
             size = _real(parameter.detach()).numel() * wire.itemsize
             if open_.get(wire) and filled[wire] + size > bucket_bytes:
-                buckets.append(Bucket(index, open_.pop(wire), wire, group))
+                contents.append((index, open_.pop(wire), wire))
                 filled[wire] = 0
             open_.setdefault(wire, []).append(parameter)
             filled[wire] = filled.get(wire, 0) + size
-        buckets += [Bucket(index, parameters, wire, group) for wire, parameters in open_.items()]
-    return buckets
+        contents += [(index, parameters, wire) for wire, parameters in open_.items()]
+    return contents
 
 
 def check_wire(reduce_dtype: torch.dtype | None, bucket_bytes: int, num_replicas: int) -> None:

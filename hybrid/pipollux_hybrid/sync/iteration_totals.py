@@ -20,6 +20,9 @@ from pipollux_hybrid.job.control_plane import ControlPlane
 from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.job.peers import lost_peers
 
+NUM_HEAD = 7
+"""Numbers that every process sends, before those of its parameters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTotals:

@@ -37,7 +37,9 @@ CHUNK = 1 << 20
 LOG = logging.getLogger(__name__)
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
+    """A parameter of one replica, to be compared with that of others."""
+
     digest: str
     projection: float
     """Sum of its numbers, each times a factor that is the same on all replicas."""
@@ -99,16 +101,16 @@ class ParameterCheck:
 
     def _compare(self) -> None:
         """Refuse replicas whose parameters differ; all processes of the job call it."""
-        held = {name: _held(name, parameter) for name, parameter in self._parameters()}
-        content = json.dumps({"stepped": self._stepped, "held": held}).encode()
+        mine = {name: held(name, parameter) for name, parameter in self._parameters()}
+        content = json.dumps({"stepped": self._stepped, "held": mine}).encode()
         everyone = [json.loads(x) for x in self._context.control.gather_bytes(content)]
         exact = not any(one["stepped"] for one in everyone)
         processes = self._context.env.processes_per_replica
         for stage in range(processes):
             tables = [one["held"] for one in everyone[stage::processes]]
             for name in dict.fromkeys(name for table in tables for name in table):
-                row = [_Held(*table[name]) if name in table else None for table in tables]
-                if not _is_alike(row, exact=exact):
+                row = [Held(*table[name]) if name in table else None for table in tables]
+                if not are_alike(row, exact=exact):
                     raise SynchronizationError(self._message(name, row))
         if not self._warned:
             self._warned = True
@@ -116,10 +118,10 @@ class ParameterCheck:
                 "parameters differ by rounding between replicas, as on machines of different kinds"
             )
 
-    def _message(self, name: str, row: Sequence[_Held | None]) -> str:
+    def _message(self, name: str, row: Sequence[Held | None]) -> str:
         replicas: dict[str, list[str]] = {}
-        for rank, held in enumerate(row):
-            replicas.setdefault(held.digest if held else "missing", []).append(str(rank))
+        for rank, one in enumerate(row):
+            replicas.setdefault(one.digest if one else "missing", []).append(str(rank))
         found = "; ".join(
             f"{digest} on replica{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
             for digest, ranks in replicas.items()
@@ -137,7 +139,8 @@ class ParameterCheck:
         return ((name, parameter.detach()) for name, parameter in self._module.named_parameters())
 
 
-def _held(name: str, parameter: Tensor) -> _Held:
+def held(name: str, parameter: Tensor) -> Held:
+    """Return what replicas compare of a detached parameter; ``name`` is the same on all of them."""
     exact = not (parameter.is_floating_point() or parameter.is_complex())
     tolerance = 0.0
     if not exact:
@@ -146,7 +149,7 @@ def _held(name: str, parameter: Tensor) -> _Held:
         tolerance = ROUNDING_OF_DOUBLES if double else max(ROUNDING, 2 * eps)
     projection, square = _project(name, parameter)
     digest = tensor_digest("", parameter).hex()[:12]
-    return _Held(digest, projection, math.sqrt(square), tolerance)
+    return Held(digest, projection, math.sqrt(square), tolerance)
 
 
 def _project(name: str, parameter: Tensor) -> tuple[float, float]:
@@ -162,7 +165,7 @@ def _project(name: str, parameter: Tensor) -> tuple[float, float]:
     return projection, square
 
 
-def _is_alike(row: Sequence[_Held | None], *, exact: bool) -> bool:
+def are_alike(row: Sequence[Held | None], *, exact: bool) -> bool:
     """Return whether replicas hold the same parameter, bit by bit if ``exact``; None: missing."""
     first, *others = row
     return all(
@@ -173,7 +176,7 @@ def _is_alike(row: Sequence[_Held | None], *, exact: bool) -> bool:
     )
 
 
-def _is_close(one: _Held, other: _Held) -> bool:
+def _is_close(one: Held, other: Held) -> bool:
     a, b = one.projection, other.projection
     if math.isnan(a) and math.isnan(b):
         return True

@@ -32,12 +32,12 @@ from pipollux_hybrid.job.mesh import ProcessMesh
 from pipollux_hybrid.pipeline.microbatch import PyTree, tensors_of
 
 from .backward_plan import BackwardPlan
-from .bucket import BUCKET_BYTES, check_wire
+from .bucket import BUCKET_BYTES, bucket_contents, check_wire
 from .buffers import BufferSynchronizer
 from .comm_timer import CommTimer
 from .grad_norms import NormSum
 from .hook_watch import HookWatch
-from .iteration_totals import IterationTotals, power_of_two
+from .iteration_totals import NUM_HEAD, IterationTotals, power_of_two
 from .parameter_check import ParameterCheck
 from .parameter_hooks import NOTHING, ParameterHooks, Trained, Watched, refuse_sparse
 from .reducer import Reducer
@@ -117,9 +117,36 @@ class GradientSynchronizer:
         self._measurable, self._unit = True, 0
         self._sqr = [NormSum() for _ in self._stages]
         self._nonfinite = False
+        self._unstepped: tuple[nn.Parameter, Tensor] | None = None
+        """A parameter with its gradient, until the optimizer has stepped."""
         # Agreed on by the replicas in the last iteration.
         self._finite = True
         self._reference = self._batch_over_part = 1.0
+        self._announce_numbers()
+
+    def _announce_numbers(self) -> None:
+        """Tell the control plane how many numbers the first backward sends, for replicas that run
+        none in the first iteration.
+        """
+        if self._num_replicas == 1:
+            return
+        count = NUM_HEAD + 1  # of a multi-process pipeline
+        if self._mesh is None:
+            trained = [[p for _, p in named if p.requires_grad] for named in self._stages]
+            reduce_dtype, bucket_bytes = self._wire
+            contents = bucket_contents(trained, bucket_bytes, reduce_dtype)
+            check, buffers = self._parameters, self._buffers
+            count = NUM_HEAD + len(contents) + sum(map(len, trained))
+            count += len(check.report() if check is not None else [])
+            count += len(buffers.report() if buffers is not None else [])
+        self._control.expect_numbers(count)
+
+    def expect(self, plan: BackwardPlan) -> None:
+        """Express gradients of earlier parts in the unit of this one, at its forward: gradients of
+        a penalty on parameters may arrive before the model's.
+        """
+        if not self._fresh and plan.counted and plan.weighted:
+            self._change_unit(plan.num_samples)
 
     def watch(self, output: PyTree, plan: BackwardPlan) -> None:
         """Apply a plan when the gradient of this output, a PyTree of tensors, arrives."""
@@ -148,7 +175,7 @@ class GradientSynchronizer:
 
     def stepped(self) -> None:
         """End the iteration after the optimizer's step."""
-        self._averaged = False
+        self._averaged, self._unstepped = False, None
         if self._parameters is not None:
             self._parameters.stepped()
 
@@ -181,7 +208,8 @@ class GradientSynchronizer:
         self._task, self._plans = None, []
         self._fresh, self._averaged, self._part = True, False, None
         self._reference = self._batch_over_part = 1.0
-        self._nonfinite, self._finite = False, True
+        self._nonfinite, self._finite, self._unstepped = False, True, None
+        self._announce_numbers()
 
     # --- begin of a backward -------------------------------------------------------------------
 
@@ -252,6 +280,8 @@ class GradientSynchronizer:
         return rewind
 
     def _begin_iteration(self, plan: BackwardPlan) -> None:
+        if plan.weighted and plan.part is not self._part:
+            self._check_stepped()
         self._fresh = False
         if self._averaged and plan.part is not None and plan.part is self._part:
             # A second backward of the part that ended the iteration. The gradients are averages
@@ -263,17 +293,36 @@ class GradientSynchronizer:
         self._averaged, self._part, self._measurable = False, None, True
         self._sqr = [NormSum() for _ in self._stages]
 
+    def _check_stepped(self) -> None:
+        """Refuse gradients that the script adds up over several batches of an adaptive loader."""
+        before, self._unstepped = self._unstepped, None
+        if before is not None and before[0].grad is before[1] and bool(before[1].any()):
+            raise SynchronizationError(
+                "the gradients of the last batch are still there: neither optimizer.step() nor "
+                "optimizer.zero_grad() followed its backward. Gradients that a script accumulates "
+                "over the batches of an adaptive loader are in no checkpoint, and batches are "
+                "divided otherwise after a restart: remove the accumulation, and make the loader "
+                "with the batch_size of an optimizer step; for batches that do not fit in memory "
+                "call autoscale_batch_size(…, gradient_accumulation=True)"
+            )
+
     def _account(self, plan: BackwardPlan) -> None:
         if not plan.counted:
             return
-        # Accumulated gradients are Σ n g / unit. With the unit set to the next step's n, that
-        # step's mean gradient is added with the right weight.
-        if plan.weighted and self._unit not in (0, plan.num_samples):
-            scale_gradients(self._stages, self._unit / plan.num_samples)
+        if plan.weighted:
+            self._change_unit(plan.num_samples)
         self._unit = plan.num_samples
         self._samples = (self._samples if plan.weighted else 0) + plan.num_samples
         self._loss_weight, self._weighed = self._loss_weight if plan.weighted else 0.0, plan
         self._estimates += plan.passes
+
+    def _change_unit(self, num_samples: int) -> None:
+        """Accumulated gradients are Σ n g / unit. With the unit set to the next part's n, its mean
+        gradient is added with the right weight.
+        """
+        if self._unit not in (0, num_samples):
+            scale_gradients(self._stages, self._unit / num_samples)
+            self._unit = num_samples
 
     def _join(self, plan: BackwardPlan) -> None:
         self._plans.append(plan)
@@ -348,6 +397,7 @@ class GradientSynchronizer:
                 result = self._tied.add_up(result, timed=self._plans[0].timed)
             self._fresh = self._averaged = True
             self._nonfinite = False
+            self._unstepped = self._some_gradient()
             self._task, self._plans = None, []
             self._on_finished(result)
         except PeerLostError as error:
@@ -357,6 +407,13 @@ class GradientSynchronizer:
             reset_gradients(self._stages, zeros=True)
             self._task, self._plans = None, []
             self._on_finished(None)
+
+    def _some_gradient(self) -> tuple[nn.Parameter, Tensor] | None:
+        for named in self._stages:
+            for _, parameter in named:
+                if parameter.grad is not None:
+                    return parameter, parameter.grad
+        return None
 
     def _any_arrived(self) -> bool:
         watched, self._watched = self._watched, None  # it keeps gradients alive

@@ -33,17 +33,17 @@ FIELDS: dict[str, tuple[str, str]] = {
     "AdaptiveBPTTIterator": (
         "_boundary _context _epoch_size _epochs _init_batch_size _is_fresh _learner _limits "
         "_membership _metrics _random _sample_length _state bptt_len tokens",
-        "",
+        "_outside",
     ),
     "AdaptiveDataLoader": (
         "_batches _boundary _context _epoch_size _epochs _init_batch_size _learner _limits _lists "
         "_membership _metrics _per_stage _random _sample_length _sampler _seed _stages _state "
         "_stream _worker_start",
-        "",
+        "_outside",
     ),
     "AdaptiveOptimizer": (
-        "_adam _factor _is_complete _kept _may_zero _on_step _preconditioners _sharded "
-        "_steps_used _warm loss_scale optimizer",
+        "_adam _before_step _factor _is_complete _kept _may_zero _on_step _preconditioners "
+        "_sharded _steps_used _warm is_stepping loss_scale optimizer",
         "_groups num_steps",
     ),
     "AsyncSaver": (
@@ -60,7 +60,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "BatchConfig": (
         "limits loop loss_scale num_microbatches proposed_microbatches scale",
-        "micro_step",
+        "micro_step passes trained",
     ),
     "Bucket": (
         "_complex _failure _flat _small _streams _views _work device group late launched "
@@ -93,7 +93,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "ControlPlane": (
         "_agreed _group _num_replicas _place _riding timeout checks exchanges losses mesh settings",
-        "_message last",
+        "_left _message last",
     ),
     "ElasticSampler": (
         "num_samples seed shuffle",
@@ -107,6 +107,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "",
         "_folder",
     ),
+    "ForeignSteps": (
+        "_context _digest _held _is_stepping _optimizer _steps",
+        "_looked _own",
+    ),
     "GradientNoiseScale": (
         "_sqr _var differenced init_batch_size num_samples preconditioned",
         "",
@@ -117,7 +121,11 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_on_settled _parameters _plans "
         "_preconditioner _reducer _reference _sqr _stages _synchronizes _task _tied _watched _wire",
         "_estimates _factors _hook_watch _loss_weight _part _samples _timed _trained _unit "
-        "_weighed",
+        "_unstepped _weighed",
+    ),
+    "HalvesCheck": (
+        "",
+        "_step",
     ),
     "HeaderReader": (
         "",
@@ -136,11 +144,10 @@ FIELDS: dict[str, tuple[str, str]] = {
         "_drawn _forwards",
     ),
     "HybridParallel": (
-        "_batch _check _complete _context _deferred _elsewhere _engine _layer_profile _metrics "
-        "_no_sync _noise _norm _normalises _optimizer _parameters_check _rule _same_samples "
-        "_steps_alike "
-        "_synchronizer _tied balance",
-        "_digests _inputs_check _result _targets_check _timing _watch",
+        "_batch _check _complete _context _deferred _elsewhere _engine _foreign "
+        "_has_gradients _layer_profile _metrics _no_sync _noise _norm _normalises _optimizer "
+        "_parameters_check _rule _same_samples _steps_alike _synchronizer _tied balance",
+        "_digests _halves_check _inputs_check _once _result _targets_check _timing _watch",
     ),
     "InjectionCheck": (
         "",
@@ -156,7 +163,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "KeptGradients": (
         "",
-        "_hooked _optimizer _versions _warned",
+        "_held _hooked _optimizer _rates _versions _warned _warned_of_rates",
     ),
     "LayerAttributes": (
         "",
@@ -211,6 +218,10 @@ FIELDS: dict[str, tuple[str, str]] = {
     "NormSum": (
         "",
         "_factor _total _waiting",
+    ),
+    "OncePerIteration": (
+        "places",
+        "_next _part _starts",
     ),
     "OptimizerCheck": (
         "_optimizer _present _steps _used _used_words _values _words",

@@ -22,7 +22,7 @@ from pipollux_hybrid import (
     replica_rank,
 )
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.sync.parameter_check import CHECKED, _held, _is_alike
+from pipollux_hybrid.sync.parameter_check import CHECKED, are_alike, held
 from pipollux_hybrid.telemetry.metrics import Metrics
 from tests.extent import first_points, turns
 from tests.hybrid.models import make_data, make_model, state_of
@@ -240,12 +240,12 @@ def test_accumulation_steps(engine: tuple[str, int], kind: str) -> None:
 def test_what_rounding_may_make(dtype: torch.dtype, rounding: float, change: float) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 1000, dtype=torch.float64, generator=generator).to(dtype)
-    held = _held("weight", values)
+    first = held("weight", values)
     rounded = values.clone()
     rounded[:, ::7] *= 1 + rounding
     changed = values.clone()
     changed[:, ::7] *= 1 + change
-    assert held.digest != _held("weight", rounded).digest
+    assert first.digest != held("weight", rounded).digest
     for other, exact, expected in [
         (values, True, True),
         (rounded, True, False),
@@ -253,15 +253,15 @@ def test_what_rounding_may_make(dtype: torch.dtype, rounding: float, change: flo
         (changed, False, False),
         (values * math.nan, False, False),
     ]:
-        assert _is_alike([held, held, _held("weight", other)], exact=exact) == expected
-    assert not _is_alike([held, None], exact=False)
-    nan = _held("weight", values * math.nan)
-    assert _is_alike([nan, nan], exact=True)
+        assert are_alike([first, first, held("weight", other)], exact=exact) == expected
+    assert not are_alike([first, None], exact=False)
+    nan = held("weight", values * math.nan)
+    assert are_alike([nan, nan], exact=True)
 
 
 def test_whole_numbers_are_not_rounded() -> None:
-    numbers = [_held("codes", torch.tensor([1, 2, x], dtype=torch.int64)) for x in (3, 4)]
-    assert not _is_alike(numbers, exact=False)
+    numbers = [held("codes", torch.tensor([1, 2, x], dtype=torch.int64)) for x in (3, 4)]
+    assert not are_alike(numbers, exact=False)
 
 
 def warn() -> list[str]:
