@@ -17,18 +17,21 @@ mean over samples: its value for two micro-batches together is compared with its
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipollux_hybrid.errors import ConfigurationError
 
+from .host_random import HostGenerators, equal_states, host_states
 from .microbatch import (
     PLAIN,
     PyTree,
@@ -143,7 +146,7 @@ class HalvesCheck:
 
     def check(self, loss_fn: LossFunction, output: PyTree, targets: PyTree) -> None:
         """Raise a ConfigurationError if the loss is not a mean over samples. Values that cannot be
-        cut, and losses that draw random numbers, are not compared.
+        cut, losses that draw random numbers, and modules that change buffers are not compared.
         """
         step, self._step = self._step, self._step + 1
         targets = _with_lists(output, targets)
@@ -152,9 +155,9 @@ class HalvesCheck:
             return
         sizes = microbatch_sizes(rows, 2)
         with _same_random_numbers(output):
-            before = torch.get_rng_state()
+            before, buffers = _random_states(output), _Buffers(loss_fn)
             whole, gradients = _computed(loss_fn, output, targets, 1.0)
-            if not torch.equal(torch.get_rng_state(), before):
+            if buffers.restore() or not _equal_states(_random_states(output), before):
                 return
             parts = []
             for half, target, size in zip(
@@ -457,11 +460,56 @@ def _reached(root: Tensor) -> Iterator[Tensor]:
         waiting += [after for after, _ in node.next_functions if after is not None]
 
 
+class _Buffers:
+    """The buffers of modules that a loss function uses, such as a running center."""
+
+    def __init__(self, loss_fn: object) -> None:
+        while isinstance(loss_fn, partial):
+            loss_fn = loss_fn.func
+        used = [loss_fn, getattr(loss_fn, "__self__", None)]
+        if inspect.isfunction(loss_fn):
+            names = inspect.getclosurevars(loss_fn)
+            used += [*names.nonlocals.values(), *names.globals.values()]
+        self._kept = [
+            (module, name, buffer, buffer.clone())
+            for root in used
+            if isinstance(root, nn.Module)
+            for module in root.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> bool:
+        """Restore them; return whether any had changed."""
+        changed = False
+        for module, name, buffer, value in self._kept:
+            if module._buffers.get(name) is not buffer or not torch.equal(buffer, value):
+                changed = True
+                module._buffers[name] = buffer.copy_(value)
+        return changed
+
+
 @contextmanager
 def _same_random_numbers(output: PyTree) -> Iterator[None]:
-    devices = {x.device for x in tensors_of(output) if x.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[device.index for device in devices]):
+    with (
+        torch.random.fork_rng(devices=_cuda_devices(output)),
+        HostGenerators.replaced([host_states()]),
+    ):
         yield
+
+
+def _random_states(output: PyTree) -> tuple[list[Tensor], Any]:
+    devices = [torch.cuda.get_rng_state(device) for device in _cuda_devices(output)]
+    return [torch.get_rng_state(), *devices], host_states()
+
+
+def _equal_states(some: tuple[list[Tensor], Any], others: tuple[list[Tensor], Any]) -> bool:
+    pairs = zip(some[0], others[0], strict=True)
+    return all(torch.equal(*pair) for pair in pairs) and equal_states(some[1], others[1])
+
+
+def _cuda_devices(output: PyTree) -> list[int]:
+    return sorted({x.device.index for x in tensors_of(output) if x.device.type == "cuda"})
 
 
 def _tolerance(output: PyTree, root: Tensor) -> float:

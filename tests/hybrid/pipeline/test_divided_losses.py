@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,25 @@ def random(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.dropout(output), labels)
 
 
+def random_on_the_host(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output * np.random.rand(), labels)
+
+
+class Centered(nn.Module):
+    """A loss with a running mean, which each call changes."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(output - self.center, labels)
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return loss
+
+
 def of_whole_batches(output: Tensor, labels: Tensor) -> Tensor:
     return (F.cross_entropy(output, labels, reduction="none") * torch.ones(4)).mean()
 
@@ -82,13 +102,18 @@ def train(loss_fn: Callable[[Any, Any], Any], *, accumulates: bool = True, **opt
         optimizer.step()
 
 
-@pytest.mark.parametrize("loss_fn", [class_weights, padding, sums, contrast, weighted_wrongly])
+of_a_module = nn.CrossEntropyLoss(CLASS_WEIGHTS)  # the weights are a buffer
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [class_weights, of_a_module, padding, sums, contrast, weighted_wrongly]
+)
 def test_other_losses_are_refused(loss_fn: Callable[[Any, Any], Any]) -> None:
     with pytest.raises(ConfigurationError, match="the loss is not a mean over samples: for this"):
         train(loss_fn)
 
 
-@pytest.mark.parametrize("loss_fn", [mean, weighted, random, of_whole_batches])
+@pytest.mark.parametrize("loss_fn", [mean, weighted, random, random_on_the_host, of_whole_batches])
 def test_these_are_not(loss_fn: Callable[[Any, Any], Any]) -> None:
     train(loss_fn)
 
@@ -104,3 +129,21 @@ def test_the_script_may_want_the_mean() -> None:
 def test_each_comparison_computes_the_loss_of_a_batch_and_its_halves() -> None:
     train(mean)
     assert calls == 6 * [4, 2, 2, 4]
+
+
+def called_by_a_function(loss: Centered) -> Callable[[Any, Any], Any]:
+    return lambda output, labels: loss(output, labels)
+
+
+@pytest.mark.parametrize(
+    "form", [lambda loss: loss, lambda loss: loss.forward, called_by_a_function]
+)
+def test_comparisons_do_not_change_a_running_mean(form: Callable[[Centered], Any]) -> None:
+    found = []
+    for scope in (None, "batch"):
+        contexts.reset()
+        loss = Centered()
+        train(form(loss), loss_scope=scope)
+        found.append(loss.center)
+    assert found[0].any()
+    assert torch.equal(*found), "the latter calls it once a batch"
