@@ -11,10 +11,11 @@ the queue goes on **with invalid sums, and nothing raises**. Hence two rules::
 
 * Nothing that came from other processes is used before :func:`reach`, so that a lost replica voids
   an iteration whose parameters are still those of the last step.
-* A group makes its communicator of a device in the first collective there. A new membership has one
-  of these on each device before its replicas vote for it (:func:`connect`), with a deadline, and
-  nothing else uses the devices then: two groups that launch in different orders on two devices
-  would wait for each other forever.
+* A group makes its communicator of a device in the first collective there, where the host waits for
+  all members, and gives up after seconds. So all come to it together: before the first step
+  (:func:`connect_first`), and in a new membership before its replicas vote for it
+  (:func:`connect`). Nothing else uses the devices then: two groups that launch in different orders
+  on two devices would wait for each other forever.
 
 A group has gloo for tensors on the CPU and the device's library for the others. Jobs that are not
 elastic keep torch's own groups, and end when a process is lost.
@@ -46,7 +47,8 @@ over gloo that precedes the wait for sums fails at once, so nobody waits for thi
 ABORT_SECONDS = 60.0
 """Longest time to wait for the aborts of all groups."""
 # Read by torch's watchdog: without these it ends a process some time after an error, also when the
-# group was given up and the process trains with others. NCCL's NVLS cannot be aborted.
+# group was given up and the process trains with others. NCCL's NVLS cannot be aborted. All
+# algorithms are connected at once: else the first sum of another size would wait for the others.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
@@ -54,6 +56,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
 }
 
 
@@ -246,6 +249,14 @@ def reach(device: torch.device, group: Any = None) -> None:
         raise RuntimeError(_GONE)
 
 
+def connect_first(gone: Callable[[], bool]) -> None:
+    """Make the communicators of all groups of the job's first processes, as :func:`connect` does,
+    when all have met: in the first step one may be late, as it compiles its layers.
+    """
+    if _current.backend is not None:
+        connect(_all_groups(), _current.seconds, gone)
+
+
 def connect(
     groups: Iterable[Any], seconds: float, gone: Callable[[], bool] = lambda: False
 ) -> None:
@@ -258,7 +269,11 @@ def connect(
         return
     for group, device in itertools.product(groups, _current.devices):
         count = torch.ones(1, device=device)
-        group.allreduce([count]).wait()
+        try:
+            group.allreduce([count]).wait()
+        except RuntimeError:  # the others have not come in time
+            _abort(backend, [group])
+            raise
         _wait(backend, device, seconds, [group], gone)
         if count.item() != group.size():
             raise RuntimeError(f"{count.item():g} of {group.size()} processes have connected")

@@ -167,6 +167,18 @@ def lag_behind() -> None:
     StandIn.fence = fence  # type: ignore[method-assign]  # of a process of this test's own
 
 
+def be_slow(layer: torch.nn.Module) -> None:
+    """Have the first forward of a layer take longer than NCCL waits for another process where the
+    two are not connected yet, as a layer takes that is compiled.
+    """
+
+    def wait(*_: object) -> None:
+        handle.remove()
+        time.sleep(2.5 * float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
+
+    handle = layer.register_forward_pre_hook(wait)
+
+
 def break_device() -> None:
     """Have the device fail for good, as after an access to memory of a process that is gone."""
 
@@ -252,6 +264,8 @@ def main() -> None:
         break_device()
     if "aborts-late" in options:
         abort_late()
+    if f"slow-{deaths.rank}.{context().env.stage}" in options:
+        be_slow(module[-1 if context().env.stage else 0])
     own = dist.new_group([0, 2]) if "waits" in options else None
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
 
