@@ -27,10 +27,11 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -147,8 +148,8 @@ class _Current:
         """The devices of this process, in the order of its stages."""
         self.broken = False
         """Whether one of them can no longer be used."""
-        self.aborted: set[Any] = set()
-        """Groups of this membership that were aborted."""
+        self.aborted: MutableSet[Any] = WeakSet()
+        """Groups that were aborted: of this membership, and of those that were not entered."""
         self.aborting: list[threading.Thread] = []
         self.lock = threading.Lock()
         """Held while aborts begin, so that no group is in ``aborted`` without its thread."""
@@ -338,8 +339,9 @@ def is_ours(group: Any) -> bool:
 def _abort(backend: DeviceBackend, groups: Iterable[Any]) -> None:
     """In threads: each abort waits for the kernels of all groups, so all have to know first."""
     with _current.lock:
+        _current.aborting[:] = [thread for thread in _current.aborting if thread.is_alive()]
         new = [group for group in groups if group not in _current.aborted]
-        _current.aborted.update(new)
+        _current.aborted |= WeakSet(new)
         for group in new:
             thread = threading.Thread(
                 target=_abort_one, args=(backend, group), name="pipollux-abort", daemon=True

@@ -203,6 +203,8 @@ def make_module(kind: str) -> nn.Sequential:
 
 
 def digest(tensors: list[Tensor]) -> str:
+    """Of numbers: garbage of a collective would be the same on all replicas."""
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
     content = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(content).hexdigest()[:16]
 

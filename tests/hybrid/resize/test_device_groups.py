@@ -5,10 +5,12 @@ The tests of resizes, deaths, fault points and runs of any shape run over it as 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -312,6 +314,47 @@ def test_a_communicator_that_is_not_made_in_time_is_given_up() -> None:
     """And one that was given up is of no use any more."""
     said, _ = run_replicas(connect_to_one_that_is_gone, 2, exit_codes=(3,))
     assert said == ["NCCL timeout", "NCCL communicator was aborted"]
+
+
+def reach_after_an_abort() -> str:
+    """What a wait for a sum with one that is gone says when its group is aborted."""
+    group = join()
+    store = PrefixStore("world", group._store)
+    dist.init_process_group("gloo", store=store, rank=group.rank(), world_size=group.size())
+    device_groups.connect([group], 60.0)
+    if group.rank() == 1:
+        os._exit(3)
+    found = torch.ones(3)
+    group.allreduce([found]).wait()
+    device_groups.abort([group], after=0.1)
+    said = ""
+    try:
+        device_groups.reach(found.device, group)
+    except RuntimeError as error:
+        said = str(error)
+    return said
+
+
+def test_nobody_goes_on_with_the_garbage_of_an_abort() -> None:
+    said, _ = run_replicas(reach_after_an_abort, 2, exit_codes=(3,))
+    assert said == "its group was aborted, as a process is gone"
+
+
+def test_a_group_that_nobody_enters_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a job in which joining replicas die again and again would grow."""
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", StandIn)
+    device_groups.use("nccl", 60.0)
+    try:
+        group = device_groups.with_device(dist.HashStore(), 0, 1, None)
+        device_groups.abort([group])
+        device_groups.abort_all()
+        known = weakref.ref(group)
+        del group
+        gc.collect()
+        assert known() is None
+        assert not device_groups._current.aborting
+    finally:
+        device_groups.forget()
 
 
 def lose_one() -> list[Any]:
