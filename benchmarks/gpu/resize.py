@@ -169,7 +169,7 @@ def main() -> None:
         return
     other = "stand-in" if options.device == "cpu" else "nccl"
     results = {}
-    for name in options.backends or ["gloo", other]:
+    for name in options.backends or [other, "gloo"]:  # should time run out
         results[name] = measure(options, name)
         print(json.dumps({name: results[name]}), flush=True)
         if options.out:
