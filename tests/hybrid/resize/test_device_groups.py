@@ -230,7 +230,7 @@ def test_all_are_aborted_also_those_that_another_thread_has_begun_with(
 ) -> None:
     """As the timer of a death does while the job recovers: destroying a group that is not aborted
     would wait for the one that is gone."""
-    library, group = Aborted(), object()
+    library, group = Aborted(), StandIn()
     monkeypatch.setitem(device_groups.BACKENDS, "nccl", lambda: library)
     monkeypatch.setattr(device_groups, "_all_groups", lambda: [group])
     begins, goes_on = threading.Event(), threading.Event()
