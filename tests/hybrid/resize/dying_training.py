@@ -1,8 +1,9 @@
 """A training script whose replicas die, for tests of whole runs.
 
-``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. Where
-each stage has a process, RANK is ``REPLICA.STAGE``. To ``$RESULTS/PID.txt`` goes a line of JSON
-before and after every pass of the loop's body.
+``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. With
+the option ``fails`` its script raises an error there. Where each stage has a process, RANK is
+``REPLICA.STAGE``. To ``$RESULTS/PID.txt`` goes a line of JSON before and after every pass of the
+loop's body.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Deaths:
 
 
 def die() -> NoReturn:
+    if "fails" in os.environ.get("OPTIONS", "").split(","):
+        raise ValueError("the script fails")
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,24 @@ def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> No
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+@pytest.mark.parametrize("change", first(1, ["leaves", "joins"]))
+def test_groups_that_do_not_connect_are_given_up(make_job: MakeJob, change: str) -> None:
+    """Before anybody votes for them: the replicas go on with those that they have."""
+    settings = {"UNCONNECTED": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "0.8", "EPOCHS": "1"}
+    job = make_job(ChangingJob, CHANGES="5", **settings)
+    job.begin(3)
+    job.wait_until_at(5)
+    if change == "leaves":
+        job.ask_to_leave(2, 3)
+    else:
+        job.add(UNCONNECTED="none")
+    job.wait()
+    assert job.check() == [(1, 3)]
+
+
 LATE = [
-    *("0.1 of 1, 2, 1f1b", "1.0 of 2, 1, ", "0.0 of 2, 2, gpipe"),
-    *("0.1 of 1, 2, interleaved", "0.2 of 1, 3, 1f1b"),
+    *("1.1 of 2, 2, 1f1b", "1.0 of 2, 1, ", "0.0 of 2, 2, gpipe"),
+    *("0.1 of 1, 2, interleaved", "0.2 of 1, 3, 1f1b", "0.1 of 1, 2, 1f1b"),
 ]
 
 
@@ -183,6 +199,32 @@ class Gpus(StandIn):
         return torch.device("cuda", 3)
 
 
+class Entered(Gpus):
+    """A library that makes groups on the current device of the thread."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.here.device = None
+
+    def enter(self, device: torch.device) -> None:
+        self.here.device = device
+
+    def make(self, *_: object) -> Any:
+        return getattr(self.here, "device", None)
+
+
+def test_a_thread_that_forms_a_group_has_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", Entered)
+    device_groups.use("nccl", 60.0)
+    try:
+        device_groups.place([torch.device("cuda", 1)])
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(device_groups.with_device, dist.HashStore(), 0, 1, None)
+        assert made.result() == torch.device("cuda", 1)
+    finally:
+        device_groups.forget()
+
+
 def test_groups_have_the_devices_of_the_stages() -> None:
     device_groups.BACKENDS["gpus"] = Gpus
     try:
@@ -216,12 +258,14 @@ def test_a_model_says_which_devices_its_stages_share(monkeypatch: pytest.MonkeyP
 
 
 class Aborted(StandIn):
-    """A library that notes which groups were aborted."""
+    """A library that notes which groups were aborted, when it may."""
 
     def __init__(self) -> None:
         self.ended: set[object] = set()
+        self.may_end = threading.Event()
 
     def abort(self, group: object) -> None:
+        assert self.may_end.wait(60.0)
         self.ended.add(group)
 
 
@@ -258,6 +302,8 @@ def test_all_are_aborted_also_those_that_another_thread_has_begun_with(
         recovery.join(0.2)  # it is over by then if it waits for nobody
         goes_on.set()
         timer.join()
+        recovery.join(0.2)
+        library.may_end.set()
         recovery.join()
     finally:
         device_groups.forget()
