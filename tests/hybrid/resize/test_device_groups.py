@@ -26,6 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.groups import register_backend
+from pipollux_hybrid.sync.buffers import all_reduce_sum, broadcast_tensors
 from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
@@ -360,6 +362,30 @@ def test_a_communicator_that_is_not_made_in_time_is_given_up() -> None:
     """And one that was given up is of no use any more."""
     said, _ = run_replicas(connect_to_one_that_is_gone, 2, exit_codes=(3,))
     assert said == ["NCCL timeout", "NCCL communicator was aborted"]
+
+
+def exchange_buffers() -> list[list[float]]:
+    """Buffers that all take from rank 0, and ones that they add up, by collectives on bytes, too."""
+    device_groups.BACKENDS["nccl"] = StandIn
+    device_groups.use("nccl", 60.0)
+    register_backend()
+    dist.init_process_group(device_groups.BACKEND)
+    group: Any = dist.group.WORLD
+    device_groups.connect([group], 60.0)
+
+    def broadcast(tensors: Any, options: Any) -> Any:
+        return group._launch(lambda own, x: own.broadcast(x, options), tensors)
+
+    group.broadcast = broadcast
+    taken, added = (torch.full((2,), 1.0 + dist.get_rank()) for _ in range(2))
+    broadcast_tensors([taken])
+    all_reduce_sum([added])
+    dist.destroy_process_group()
+    return [taken.tolist(), added.tolist()]
+
+
+def test_buffers_are_read_when_the_host_has_waited() -> None:
+    assert run_replicas(exchange_buffers, 2) == [[[1.0, 1.0], [3.0, 3.0]]] * 2
 
 
 def reach_after_an_abort() -> str:
