@@ -365,7 +365,7 @@ def test_a_communicator_that_is_not_made_in_time_is_given_up() -> None:
 
 
 def exchange_buffers() -> list[list[float]]:
-    """Buffers that all take from rank 0, and ones that they add up, by collectives on bytes, too."""
+    """Buffers that all take from rank 0, by collectives on bytes, and ones that they add up."""
     device_groups.BACKENDS["nccl"] = StandIn
     device_groups.use("nccl", 60.0)
     register_backend()
