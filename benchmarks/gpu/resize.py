@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, object]:
     return {
         "joins_s": joins,
         "leaves_s": leaves,
-        "median_join_s": statistics.median(joins),
+        "median_join_s": round(statistics.median(joins), 3),
         "after_a_death_s": dies,
     }
 
