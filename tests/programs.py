@@ -54,6 +54,7 @@ _PORTS = range(10_000, 20_000)
 """Below those of the local backend, too."""
 _PORTS_OF_PROCESS = 500
 _ports = itertools.count(os.getpid())
+_hosts = itertools.count()
 
 
 def fork_server() -> ForkServerContext:
@@ -277,6 +278,11 @@ class Replicas:
         self._started.close()
 
 
+def own_host() -> str:
+    """Return another host's name for each process, or NCCL would refuse those that share a GPU."""
+    return f"process-{next(_hosts)}"
+
+
 def ranks(rank: int, num_replicas: int, port: int) -> dict[str, str]:
     """Return what torchrun tells a replica of its place."""
     told = {
@@ -284,8 +290,7 @@ def ranks(rank: int, num_replicas: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_replicas),
         "LOCAL_RANK": str(rank),
         "OMP_NUM_THREADS": "1",
-        # Or NCCL would refuse replicas that share a GPU.
-        "NCCL_HOSTID": f"process-{rank}",
+        "NCCL_HOSTID": own_host(),
     }
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**told, **meeting} if num_replicas > 1 else told

@@ -116,7 +116,7 @@ PARTS = {
     ),
     "resize": Part(
         "Pauses of elastic resizes and of the recovery from a death",
-        script("resize.py", "--mib", "1024"),
+        script("resize.py", *["--mib", "1024", "--rounds", "2"]),
         script("resize.py", *["--backends", "stand-in", "--mib", "16", "--rounds", "1"], *CPU),
         70,
     ),
@@ -210,9 +210,11 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
         code = process.wait(limit)
         return "passed" if code == 0 else f"exit status {code}"
     except subprocess.TimeoutExpired:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+        # At an interrupt pytest still prints which tests have failed so far.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE / 2)
         return f"not done within {limit:.0f} s"
     finally:
         with suppress(ProcessLookupError):

@@ -148,6 +148,7 @@ def main() -> None:
     # torch.compile reads the gradients of inputs, in the plain loop as well.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     os.environ["NCCL_HOSTID"] = f"p{os.environ.get('RANK', '0')}"
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     if options.device == "cpu":
         torch.set_num_threads(1)
     else:

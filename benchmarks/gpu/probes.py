@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
 }
 
 
@@ -240,16 +241,17 @@ def eager(process: Process) -> Result:
 def whole(process: Process) -> Result:
     """A process group of gloo for CPU tensors and NCCL for the GPU's, made without new_group."""
     store = dist.PrefixStore("whole", process.store)
-    kinds = dist.ProcessGroup.BackendType
-    group = dist.ProcessGroup(store, process.rank, 2)
     gloo = dist.ProcessGroupGloo(
         dist.PrefixStore("cpu", store), process.rank, 2, timedelta(seconds=10)
     )
-    group._set_default_backend(kinds.GLOO)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if process.on_gpu:
-        nccl = process.group("whole-gpu", process.rank, 2)
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    if process.on_gpu:  # as elastic jobs make it
+        from pipollux_hybrid.job.device_groups import Nccl
+
+        group: Any = Nccl().make(store, process.rank, 2, gloo, 60.0)
+    else:
+        group = dist.ProcessGroup(store, process.rank, 2)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(process.device, dist.ProcessGroup.BackendType.GLOO, gloo)
     sums = []
     for device in sorted({"cpu", process.device.type}):  # the same order in all processes
         tensor = torch.ones(4, device=device)

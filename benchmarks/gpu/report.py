@@ -78,7 +78,8 @@ def page(day: Mapping[str, Any]) -> str:
         [[name, part["status"], f"{part['seconds']}"] for name, part in parts.items()],
     )
     for name, part in parts.items():
-        lines += ["", f"## {name}", "", f"{part['title']}.", "", f"    {part['command']}"]
+        lines += ["", f"## {name}", "", f"{part['title']}."]
+        lines += ["", f"    {part['command']}"] if part["command"] else []
         lines += _section(part["results"], part["errors"])
     return "\n".join(lines) + "\n"
 

@@ -17,8 +17,9 @@ from torch import nn
 from pipollux_hybrid.checkpoint.rng_state import draw_alike
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job.context import JobContext
+from pipollux_hybrid.job.device_groups import in_use
 from pipollux_hybrid.job.groups import carrier_of
-from pipollux_hybrid.job.peers import check_peers
+from pipollux_hybrid.job.peers import check_peers, passing_on
 from pipollux_hybrid.job.pipeline_spec import PipelineSchedule
 from pipollux_hybrid.own_stage import keep_stage
 from pipollux_hybrid.pipeline.engine import PipelineEngine
@@ -135,7 +136,14 @@ def make_engine(
         *(module, balance, device, checkpoint, schedule),
         *(mesh.stages, mesh.row, carrier, check_peers),
     )
-    ctx.rejoined.append(lambda: engine.rejoin(mesh.stages, mesh.row))
+
+    def connect() -> None:
+        if in_use() is not None:  # in another job the host waits as long as it takes
+            with passing_on():
+                engine.connect()
+
+    connect()
+    ctx.rejoined += (lambda: engine.rejoin(mesh.stages, mesh.row), connect)
     return engine, keep_stage(module, optimizer, engine.stages, engine.index)
 
 

@@ -18,7 +18,7 @@ from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import device_groups, nccl
 from pipollux_hybrid.job.agreement import agree, model_settings
 from pipollux_hybrid.job.context import context
-from pipollux_hybrid.job.peers import needing_all, passing_on
+from pipollux_hybrid.job.peers import connect_devices, needing_all, passing_on
 from pipollux_hybrid.job.replica_calls import BatchDigest
 from pipollux_hybrid.module_wrapper import batch_of, check_arguments, check_single, layers_of
 from pipollux_hybrid.optim.adaptive_optimizer import AdaptiveOptimizer
@@ -224,6 +224,7 @@ class HybridParallel(PipelineModel):
         cut = metrics.cut = choose_cut(ctx, metrics, module, optimizer, request, orders)
         self._layer_profile = cut.profile
         self._tied = TiedCopies.of(ctx, module, cut.balance)
+        connect_devices()
         if synchronization is not None:
             ties = self._tied is not None
             check_supported(shards=shard_optimizer, compares=interval, ties=ties)

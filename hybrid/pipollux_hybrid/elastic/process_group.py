@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -220,11 +221,18 @@ def destroy_process_group() -> None:
     watch = None if ctx is None else ctx.watch
     if ctx is not None and have_ended(ctx):
         note_end(ctx)
-    if watch is not None and watch.gone():
-        device_groups.abort_all()  # which else wait for those that are gone
+    failed = getattr(sys, "last_value", None) is not None
+    if watch is not None and (failed or watch.gone()):
+        device_groups.abort_all()  # which else wait for those that are gone, or do not end here
     contexts.reset()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        try:
+            dist.destroy_process_group()
+        except RuntimeError:
+            if device_groups.in_use() is None:
+                raise
+            device_groups.abort_all()  # the others have not come to their end in time
+            dist.destroy_process_group()
     device_groups.forget()
     if watch is not None:
         watch.leave()

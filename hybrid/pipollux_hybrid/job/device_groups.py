@@ -11,10 +11,11 @@ the queue goes on **with invalid sums, and nothing raises**. Hence two rules::
 
 * Nothing that came from other processes is used before :func:`reach`, so that a lost replica voids
   an iteration whose parameters are still those of the last step.
-* A group makes its communicator of a device in the first collective there. A new membership has one
-  of these on each device before its replicas vote for it (:func:`connect`), with a deadline, and
-  nothing else uses the devices then: two groups that launch in different orders on two devices
-  would wait for each other forever.
+* A group makes its communicator of a device in the first collective there, where the host waits for
+  all members, and gives up after seconds. So all come to it together: before the first step
+  (:func:`connect_first`), and in a new membership before its replicas vote for it
+  (:func:`connect`). Nothing else uses the devices then: two groups that launch in different orders
+  on two devices would wait for each other forever.
 
 A group has gloo for tensors on the CPU and the device's library for the others. Jobs that are not
 elastic keep torch's own groups, and end when a process is lost.
@@ -26,10 +27,11 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,7 +48,8 @@ over gloo that precedes the wait for sums fails at once, so nobody waits for thi
 ABORT_SECONDS = 60.0
 """Longest time to wait for the aborts of all groups."""
 # Read by torch's watchdog: without these it ends a process some time after an error, also when the
-# group was given up and the process trains with others. NCCL's NVLS cannot be aborted.
+# group was given up and the process trains with others. NCCL's NVLS cannot be aborted. All
+# algorithms are connected at once: else the first sum of another size would wait for the others.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
@@ -54,6 +57,7 @@ _ENVIRONMENT = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RUNTIME_CONNECT": "0",
 }
 
 
@@ -144,8 +148,8 @@ class _Current:
         """The devices of this process, in the order of its stages."""
         self.broken = False
         """Whether one of them can no longer be used."""
-        self.aborted: set[Any] = set()
-        """Groups of this membership that were aborted."""
+        self.aborted: MutableSet[Any] = WeakSet()
+        """Groups that were aborted: of this membership, and of those that were not entered."""
         self.aborting: list[threading.Thread] = []
         self.lock = threading.Lock()
         """Held while aborts begin, so that no group is in ``aborted`` without its thread."""
@@ -246,6 +250,14 @@ def reach(device: torch.device, group: Any = None) -> None:
         raise RuntimeError(_GONE)
 
 
+def connect_first(gone: Callable[[], bool]) -> None:
+    """Make the communicators of all groups of the job's first processes, as :func:`connect` does,
+    when all have met: in the first step one may be late, as it compiles its layers.
+    """
+    if _current.backend is not None:
+        connect(_all_groups(), _current.seconds, gone)
+
+
 def connect(
     groups: Iterable[Any], seconds: float, gone: Callable[[], bool] = lambda: False
 ) -> None:
@@ -258,7 +270,11 @@ def connect(
         return
     for group, device in itertools.product(groups, _current.devices):
         count = torch.ones(1, device=device)
-        group.allreduce([count]).wait()
+        try:
+            group.allreduce([count]).wait()
+        except RuntimeError:  # the others have not come in time
+            _abort(backend, [group])
+            raise
         _wait(backend, device, seconds, [group], gone)
         if count.item() != group.size():
             raise RuntimeError(f"{count.item():g} of {group.size()} processes have connected")
@@ -323,8 +339,9 @@ def is_ours(group: Any) -> bool:
 def _abort(backend: DeviceBackend, groups: Iterable[Any]) -> None:
     """In threads: each abort waits for the kernels of all groups, so all have to know first."""
     with _current.lock:
+        _current.aborting[:] = [thread for thread in _current.aborting if thread.is_alive()]
         new = [group for group in groups if group not in _current.aborted]
-        _current.aborted.update(new)
+        _current.aborted |= WeakSet(new)
         for group in new:
             thread = threading.Thread(
                 target=_abort_one, args=(backend, group), name="pipollux-abort", daemon=True

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from pipollux_hybrid.errors import BrokenPipelineError, PeerLostError, ReplicaBrokenError
 
 from .connections import Ends, ends_of, open_connections, opposite
-from .device_groups import in_use, reach
+from .device_groups import connect_first, in_use, reach
 from .env import JobEnvironment
 from .groups import abort_device_groups
 
@@ -329,6 +329,19 @@ def check_peers(group: dist.ProcessGroup, device: torch.device) -> None:
         reach(device, group)
     elif device.type == "cuda" and _watch is not None and _watch.gone():
         raise RuntimeError("NCCL was aborted, as a process is gone")
+
+
+def connect_devices() -> None:
+    """Connect the devices of all processes of an elastic job, which call this at the same point.
+    Raises a PeerLostError if one is gone, or does not come in time.
+    """
+    watch = _watch
+    try:
+        connect_first(lambda: watch is not None and bool(watch.gone()))
+    except RuntimeError as error:
+        limit = os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "no")
+        when = f"while connecting devices (TORCH_NCCL_NONBLOCKING_TIMEOUT: {limit} s)"
+        raise lost_peers(when, error) from error
 
 
 def lost_peers(when: str, error: BaseException) -> PeerLostError:

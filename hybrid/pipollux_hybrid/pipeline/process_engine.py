@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, _batch_p2p
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipollux_hybrid.errors import BrokenPipelineError, ConfigurationError
@@ -118,6 +118,36 @@ class ProcessEngine:
         self._group, self._row = group, row
         for chunk in self.chunks:
             chunk.rejoin(group, row)
+
+    def connect(self) -> None:
+        """Send messages between neighbours, as batches do: NCCL connects two processes in their
+        first one in each direction, and in the first two at once, where the host waits for the
+        other process. Raises a BrokenPipelineError if one is lost, or does not come in time.
+        """
+        # Chunks also follow each other from the last process to the first one.
+        count = self.num_stages - (self._part == "stage" or self.num_stages == 2)
+        for first in range(count):
+            pair = first, (first + 1) % self.num_stages
+            if self.index not in pair:
+                continue
+            other = sum(pair) - self.index
+            send, receive = (
+                dist.P2POp(
+                    way,
+                    torch.zeros(1, device=self._carrier),
+                    group=self._group,
+                    group_peer=other,
+                )
+                for way in (dist.isend, dist.irecv)
+            )
+            turns = [[send], [receive]] if self.index == first else [[receive], [send]]
+            try:
+                for turn in (*turns, [send, receive]):
+                    for work in _batch_p2p(turn):
+                        work.wait()
+                self._check_peers(self._group, self._carrier)
+            except RuntimeError as error:
+                raise BrokenPipelineError(str(error)) from error
 
     @property
     def devices(self) -> list[torch.device]:

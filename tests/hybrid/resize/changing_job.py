@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipollux_hybrid.resize.rendezvous_folder import RendezvousFolder
 from tests.hybrid.resize.changing_training import EPOCHS, SIZE
-from tests.programs import Forked, Replicas
+from tests.programs import Forked, Replicas, own_host
 from tests.waiting import until
 
 SCRIPT = Path(__file__).with_name("changing_training.py")
@@ -61,7 +61,8 @@ class ChangingJob:
 
     def add(self, **settings: str) -> Forked:
         """Start a replica that joins, which has one process."""
-        program = Forked(self.script, environment={**self.environment, **settings})
+        told = {**self.environment, "NCCL_HOSTID": own_host(), **settings}
+        program = Forked(self.script, environment=told)
         self.programs.append(self._started.enter_context(program))
         return program
 

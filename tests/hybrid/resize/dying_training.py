@@ -1,8 +1,9 @@
 """A training script whose replicas die, for tests of whole runs.
 
-``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. Where
-each stage has a process, RANK is ``REPLICA.STAGE``. To ``$RESULTS/PID.txt`` goes a line of JSON
-before and after every pass of the loop's body.
+``$DIES`` says who dies where: ``RANK:STEP:POINT``, several with commas; at step -1: at any. With
+the option ``fails`` its script raises an error there. Where each stage has a process, RANK is
+``REPLICA.STAGE``. To ``$RESULTS/PID.txt`` goes a line of JSON before and after every pass of the
+loop's body.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Deaths:
 
 
 def die() -> NoReturn:
+    if "fails" in os.environ.get("OPTIONS", "").split(","):
+        raise ValueError("the script fails")
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -165,6 +168,18 @@ def lag_behind() -> None:
         return late
 
     StandIn.fence = fence  # type: ignore[method-assign]  # of a process of this test's own
+
+
+def be_slow(layer: torch.nn.Module) -> None:
+    """Have the first forward of a layer take longer than NCCL waits for another process where the
+    two are not connected yet, as a layer takes that is compiled.
+    """
+
+    def wait(*_: object) -> None:
+        handle.remove()
+        time.sleep(2.5 * float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
+
+    handle = layer.register_forward_pre_hook(wait)
 
 
 def break_device() -> None:
@@ -252,6 +267,8 @@ def main() -> None:
         break_device()
     if "aborts-late" in options:
         abort_late()
+    if f"slow-{deaths.rank}.{context().env.stage}" in options:
+        be_slow(module[-1 if context().env.stage else 0])
     own = dist.new_group([0, 2]) if "waits" in options else None
     log = (RESULTS / f"{os.getpid()}.txt").open("a")
 

@@ -3,10 +3,12 @@
 No test could see on a CPU that a program relies on something that holds for gloo alone. So the
 tests of resizes, deaths and faults run over this as well (`over` in conftest.py):
 
-* ``wait()`` of a collective returns at once. Until the host has waited for the "device", by the
-  fence of :class:`StandIn`, its results are garbage: a program that uses them earlier fails.
-* The first collective of a group makes its communicator. If a process does not come to it, it hangs
-  until the group is aborted.
+* ``wait()`` of a collective returns at once: only the queue of the "device" waits for it. Until the
+  host has waited for that queue, by the fence of :class:`StandIn`, the results are garbage: a
+  program that uses them earlier fails. The queue goes on beside collectives nobody has waited for.
+* The first collective of a group makes its communicator, and the first message from one process to
+  another connects both. The host waits there for the others, in a lock that an abort needs, and
+  raises after ``$TORCH_NCCL_NONBLOCKING_TIMEOUT`` seconds.
 * A collective with a process that is gone never ends: gloo's error is swallowed.
 * ``abort()`` ends everything queued with garbage, and nothing raises. A collective launched on an
   aborted group raises.
@@ -23,6 +25,7 @@ import ctypes
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -43,17 +46,18 @@ PATIENCE = timedelta(seconds=600)
 Run = Callable[[Any, list[Tensor]], Any]
 """Begins a collective on a group of gloo's."""
 _queued: list[Queued] = []
-"""What the device has not delivered yet, of all groups."""
+"""What the queue of the device waits for, and has not delivered yet, of all groups."""
 
 
 class Queued(dist._Work):
-    """A collective in the queue of the device: its results appear when the host waits for them."""
+    """A collective of the device: its results appear when the host waits for the queue after it."""
 
     def __init__(self, group: Group, run: Run, tensors: Sequence[Tensor]):
         super().__init__()
         self.group, self.run, self.tensors = group, run, list(tensors)
         self.contents = [tensor.detach().clone() for tensor in tensors]
         self.finished = threading.Event()
+        self.delivered = False
         self.future: torch.futures.Future[Any] = torch.futures.Future()
 
     def end(self) -> None:
@@ -62,11 +66,14 @@ class Queued(dist._Work):
         self.future.set_result(self.tensors)
 
     def deliver(self) -> None:
+        self.delivered = True
         for tensor, content in zip(self.tensors, self.contents, strict=True):
             with torch.no_grad():
                 tensor.detach().copy_(content)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's name
+        if self not in _queued and not self.delivered:
+            _queued.append(self)
         return True
 
     def is_completed(self) -> bool:
@@ -106,6 +113,9 @@ class Group(dist.ProcessGroup):
         self.aborted = threading.Event()
         self._own: Any = None
         """Gloo's group for the collectives of the "device", made by the first of them."""
+        self._connected: set[str] = set()
+        """What has been waited for: the communicator, and each direction between two processes."""
+        self._connecting = threading.Lock()
         self._todo: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -153,11 +163,13 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         self._check()
+        self._connect(f"{self._rank}-to-{rank}", [self._rank, rank])
         return self.gloo.send(tensors, rank, tag)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> Any:
         # Not behind the collectives in the queue: NCCL has a communicator for each pair.
         self._check()
+        self._connect(f"{rank}-to-{self._rank}", [self._rank, rank])
         under_way = self.gloo.recv(tensors, rank, tag)  # messages arrive in this order
         work = Delivered(self, lambda _group, _tensors: under_way, tensors)
         work.contents = [tensor.detach() for tensor in tensors]
@@ -178,31 +190,36 @@ class Group(dist.ProcessGroup):
 
     def _launch(self, run: Run, tensors: Sequence[Tensor]) -> Queued:
         self._check()
+        self._connect("all", range(self._size))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="stand-in", daemon=True)
             self._thread.start()
         work = Queued(self, run, tensors)
         spoil(tensors)
-        _queued.append(work)
         self._todo.put(work)
         return work
 
     def _work(self) -> None:
         while (work := self._todo.get()) is not None:
             if self._own is None and not self.aborted.is_set():
-                self._connect()
+                store = dist.PrefixStore("stand-in", self._store)
+                with suppress(RuntimeError):  # one of them is gone: the device never says so
+                    self._own = dist.ProcessGroupGloo(store, self._rank, self._size, PATIENCE)
             self._run(work, self._own)
 
-    def _connect(self) -> None:
-        """Wait for all processes of the group, which is in no hurry."""
-        self._store.set(f"stand-in-{self._rank}", "1")
-        keys = [f"stand-in-{rank}" for rank in range(self._size)]
-        while not self._store.check(keys):
-            if self.aborted.wait(0.001):
+    def _connect(self, what: str, ranks: Sequence[int]) -> None:
+        """Wait for processes of the group to come here, unless they have before."""
+        with self._connecting:
+            if what in self._connected:
                 return
-        store = dist.PrefixStore("stand-in", self._store)
-        with suppress(RuntimeError):  # one of them is gone: the device never says so
-            self._own = dist.ProcessGroupGloo(store, self._rank, self._size, PATIENCE)
+            end = time.monotonic() + float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "10"))
+            self._store.set(f"stand-in-{what}-{self._rank}", "1")
+            while not self._store.check([f"stand-in-{what}-{rank}" for rank in ranks]):
+                if time.monotonic() > end:
+                    self._store.delete_key(f"stand-in-{what}-{self._rank}")
+                    raise RuntimeError("NCCL timeout")
+                time.sleep(0.0005)
+            self._connected.add(what)
 
     def _run(self, work: Queued, group: Any) -> None:
         try:
@@ -222,7 +239,8 @@ class Group(dist.ProcessGroup):
     # --- ends ------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        self.aborted.set()
+        with self._connecting:
+            self.aborted.set()
         self._end()
 
     def shutdown(self) -> None:

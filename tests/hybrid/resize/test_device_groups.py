@@ -5,11 +5,14 @@ The tests of resizes, deaths, fault points and runs of any shape run over it as 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipollux_hybrid import HybridParallel
 from pipollux_hybrid.job import device_groups
 from pipollux_hybrid.job.context import context
+from pipollux_hybrid.job.groups import register_backend
+from pipollux_hybrid.sync.buffers import all_reduce_sum, broadcast_tensors
+from tests.extent import first
 from tests.hybrid.replicas import run_replicas
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.nccl_stand_in import STAND_IN, Group, StandIn
@@ -81,6 +87,40 @@ def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> No
     assert [replicas for _, replicas in job.check_done()] == [3, 2]
 
 
+@pytest.mark.parametrize("change", first(1, ["leaves", "joins"]))
+def test_groups_that_do_not_connect_are_given_up(make_job: MakeJob, change: str) -> None:
+    """Before anybody votes for them: the replicas go on with those that they have."""
+    settings = {"UNCONNECTED": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "0.8", "EPOCHS": "1"}
+    job = make_job(ChangingJob, CHANGES="5", **settings)
+    job.begin(3)
+    job.wait_until_at(5)
+    if change == "leaves":
+        job.ask_to_leave(2, 3)
+    else:
+        job.add(UNCONNECTED="none")
+    job.wait()
+    assert job.check() == [(1, 3)]
+
+
+LATE = [
+    *("1.1 of 2, 2, 1f1b", "1.0 of 2, 1, ", "0.0 of 2, 2, gpipe"),
+    *("0.1 of 1, 2, interleaved", "0.2 of 1, 3, 1f1b", "0.1 of 1, 2, 1f1b"),
+]
+
+
+@pytest.mark.parametrize("case", first(1, LATE))
+def test_a_process_may_be_late_in_its_first_step(make_job: MakeJob, case: str) -> None:
+    """As it compiles its layers, for longer than NCCL waits where it connects two processes."""
+    late, processes, schedule = case.split(", ")
+    who, _, replicas = late.partition(" of ")
+    stages = {"PROCESSES": processes, "STAGES": "3" if processes == "3" else "2"}
+    limit = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "0.8", "EPOCHS": "1"}
+    job = make_job(DyingJob, OPTIONS=f"slow-{who}", SCHEDULE=schedule, **stages, **limit)
+    job.begin(int(replicas))
+    job.wait()
+    assert job.check_done() == [(1, int(replicas))]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
@@ -106,16 +146,20 @@ def test_a_device_that_is_of_no_use_any_more_ends_the_job_and_says_why(
 @pytest.mark.exhaustive
 def test_sums_are_gloos_and_garbage_without_the_wait_on_the_host(make_job: MakeJob) -> None:
     """The stand-in would show nothing, if a product without the wait trained as well."""
-    cases = {"BACKEND": "gloo"}, {}, {"MUTANT": "no host wait"}
     found = []
-    for settings in cases:
+    for settings in ({"BACKEND": "gloo"}, {}):
         job = make_job(ChangingJob, EPOCHS="1", **settings)
         job.begin(2)
         job.wait()
         found.append([[x["parameters"] for x in step] for step in job.steps().values()])
-    gloo, stand_in, mutant = found
+    gloo, stand_in = found
     assert stand_in == gloo
-    assert not {x for step in mutant for x in step} & {x for step in gloo for x in step}
+    mutant = make_job(ChangingJob, EPOCHS="1", MUTANT="no host wait")
+    mutant.begin(2)
+    assert {program.wait() for program in mutant.programs} == {1}
+    assert all("all(bool(tensor.isfinite().all())" in errors for errors in mutant.errors())
+    assert not mutant.steps(), "not even the first one"
+    mutant.programs.clear()
 
 
 def join() -> Group:
@@ -161,6 +205,32 @@ class Gpus(StandIn):
         return torch.device("cuda", 3)
 
 
+class Entered(Gpus):
+    """A library that makes groups on the current device of the thread."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.here.device = None
+
+    def enter(self, device: torch.device) -> None:
+        self.here.device = device
+
+    def make(self, *_: object) -> Any:
+        return getattr(self.here, "device", None)
+
+
+def test_a_thread_that_forms_a_group_has_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", Entered)
+    device_groups.use("nccl", 60.0)
+    try:
+        device_groups.place([torch.device("cuda", 1)])
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(device_groups.with_device, dist.HashStore(), 0, 1, None)
+        assert made.result() == torch.device("cuda", 1)
+    finally:
+        device_groups.forget()
+
+
 def test_groups_have_the_devices_of_the_stages() -> None:
     device_groups.BACKENDS["gpus"] = Gpus
     try:
@@ -194,12 +264,14 @@ def test_a_model_says_which_devices_its_stages_share(monkeypatch: pytest.MonkeyP
 
 
 class Aborted(StandIn):
-    """A library that notes which groups were aborted."""
+    """A library that notes which groups were aborted, when it may."""
 
     def __init__(self) -> None:
         self.ended: set[object] = set()
+        self.may_end = threading.Event()
 
     def abort(self, group: object) -> None:
+        assert self.may_end.wait(60.0)
         self.ended.add(group)
 
 
@@ -208,7 +280,7 @@ def test_all_are_aborted_also_those_that_another_thread_has_begun_with(
 ) -> None:
     """As the timer of a death does while the job recovers: destroying a group that is not aborted
     would wait for the one that is gone."""
-    library, group = Aborted(), object()
+    library, group = Aborted(), StandIn()
     monkeypatch.setitem(device_groups.BACKENDS, "nccl", lambda: library)
     monkeypatch.setattr(device_groups, "_all_groups", lambda: [group])
     begins, goes_on = threading.Event(), threading.Event()
@@ -236,6 +308,8 @@ def test_all_are_aborted_also_those_that_another_thread_has_begun_with(
         recovery.join(0.2)  # it is over by then if it waits for nobody
         goes_on.set()
         timer.join()
+        recovery.join(0.2)
+        library.may_end.set()
         recovery.join()
     finally:
         device_groups.forget()
@@ -274,14 +348,15 @@ def test_the_communicators_of_all_devices_are_made_in_time_or_given_up() -> None
 
 
 def connect_to_one_that_is_gone() -> list[str]:
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "0.5"  # of a process of this test's own
     group = join()
     group.gloo.barrier().wait()
     if group.rank() == 1:
         os._exit(3)
     said = []
-    for gone in (lambda: False, lambda: True):
+    for _ in range(2):
         try:
-            device_groups.connect([group], 0.5, gone)
+            device_groups.connect([group], 60.0)
         except RuntimeError as error:
             said.append(str(error))
     return said
@@ -290,10 +365,72 @@ def connect_to_one_that_is_gone() -> list[str]:
 def test_a_communicator_that_is_not_made_in_time_is_given_up() -> None:
     """And one that was given up is of no use any more."""
     said, _ = run_replicas(connect_to_one_that_is_gone, 2, exit_codes=(3,))
-    assert said == [
-        "a collective on cpu took longer than 0.5 s",
-        "NCCL communicator was aborted",
-    ]
+    assert said == ["NCCL timeout", "NCCL communicator was aborted"]
+
+
+def exchange_buffers() -> list[list[float]]:
+    """Buffers that all take from rank 0, by collectives on bytes, and ones that they add up."""
+    device_groups.BACKENDS["nccl"] = StandIn
+    device_groups.use("nccl", 60.0)
+    register_backend()
+    dist.init_process_group(device_groups.BACKEND)
+    group: Any = dist.group.WORLD
+    device_groups.connect([group], 60.0)
+
+    def broadcast(tensors: Any, options: Any) -> Any:
+        return group._launch(lambda own, x: own.broadcast(x, options), tensors)
+
+    group.broadcast = broadcast
+    taken, added = (torch.full((2,), 1.0 + dist.get_rank()) for _ in range(2))
+    broadcast_tensors([taken])
+    all_reduce_sum([added])
+    dist.destroy_process_group()
+    return [taken.tolist(), added.tolist()]
+
+
+def test_buffers_are_read_when_the_host_has_waited() -> None:
+    assert run_replicas(exchange_buffers, 2) == [[[1.0, 1.0], [3.0, 3.0]]] * 2
+
+
+def reach_after_an_abort() -> str:
+    """What a wait for a sum with one that is gone says when its group is aborted."""
+    group = join()
+    store = PrefixStore("world", group._store)
+    dist.init_process_group("gloo", store=store, rank=group.rank(), world_size=group.size())
+    device_groups.connect([group], 60.0)
+    if group.rank() == 1:
+        os._exit(3)
+    found = torch.ones(3)
+    group.allreduce([found]).wait()
+    device_groups.abort([group], after=0.1)
+    said = ""
+    try:
+        device_groups.reach(found.device, group)
+    except RuntimeError as error:
+        said = str(error)
+    return said
+
+
+def test_nobody_goes_on_with_the_garbage_of_an_abort() -> None:
+    said, _ = run_replicas(reach_after_an_abort, 2, exit_codes=(3,))
+    assert said == "its group was aborted, as a process is gone"
+
+
+def test_a_group_that_nobody_enters_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a job in which joining replicas die again and again would grow."""
+    monkeypatch.setitem(device_groups.BACKENDS, "nccl", StandIn)
+    device_groups.use("nccl", 60.0)
+    try:
+        group = device_groups.with_device(dist.HashStore(), 0, 1, None)
+        device_groups.abort([group])
+        device_groups.abort_all()
+        known = weakref.ref(group)
+        del group
+        gc.collect()
+        assert known() is None
+        assert not device_groups._current.aborting
+    finally:
+        device_groups.forget()
 
 
 def lose_one() -> list[Any]:

@@ -121,6 +121,18 @@ def test_one_dies_and_every_sample_is_taken_once(make_job: MakeJob, who: str, po
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("point", ["forward", "between", "after"])
+def test_one_whose_script_fails_ends_at_once(make_job: MakeJob, point: str) -> None:
+    """It does not wait for the others to come to their end, which wait for it."""
+    job = make_job(DIES=f"1:7:{point}", OPTIONS="fails", EPOCHS="1")
+    job.begin(3)
+    until(lambda: all(x.poll() is not None for x in job.programs), "the end")
+    assert [program.poll() for program in job.programs] == [0, 1, 0], job.errors()
+    assert job.errors()[1].endswith("ValueError: the script fails\n")
+    assert [replicas for _, replicas in job.check_done()] == [3, 2]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dies", ["0:7:backward,2:7:forward", "0:7:forward,1:9:step"])
 def test_two_of_three_die(make_job: MakeJob, dies: str) -> None:
     job = make_job(DIES=dies, EPOCHS="1")
