@@ -97,7 +97,7 @@ class ModelState(State):
         self._load_model(self._here(content["model"]))
         ours = self._optimizer_here(content["optimizer"])
         self._groups.restore(ours, self._shards.is_own)
-        self._load_frozen(content.get("frozen"))
+        self._load_frozen(content.get("frozen"), content.get("frozen_with_gradients") or ())
         if self._lr_scheduler is not None and content["lr_scheduler"] is not None:
             self._check_schedule(content.get("lr_scheduler_class"))
             self._lr_scheduler.load_state_dict(content["lr_scheduler"])
@@ -162,9 +162,11 @@ class ModelState(State):
         if self._lr_scheduler is None:
             self._look_for_schedule()
         schedule = self._lr_scheduler.state_dict() if self._lr_scheduler else None
+        frozen = {p: n for p, n in self._groups.names().items() if not p.requires_grad}
         return {
             "model": {plain_name(n): x for n, x in self._module.state_dict().items()},
-            "frozen": [n for p, n in self._groups.names().items() if not p.requires_grad],
+            "frozen": [*frozen.values()],
+            "frozen_with_gradients": [n for p, n in frozen.items() if p.grad is not None],
             "optimizer": self._groups.state(self._shards.whole),
             "lr_scheduler": schedule,
             "lr_scheduler_class": _kind_of(self._lr_scheduler) if self._lr_scheduler else None,
@@ -207,10 +209,14 @@ class ModelState(State):
             left = {name: x for name, x in theirs.items() if name not in held}
             self._module.load_state_dict(left, strict=False)
 
-    def _load_frozen(self, frozen: Collection[str] | None) -> None:
-        if frozen is not None:
-            for parameter, name in self._groups.names().items():
-                parameter.requires_grad_(name not in frozen)
+    def _load_frozen(self, frozen: Collection[str] | None, with_gradients: Collection[str]) -> None:
+        if frozen is None:
+            return
+        for parameter, name in self._groups.names().items():
+            parameter.requires_grad_(name not in frozen)
+            # Momentum and weight decay go on where the script sets gradients to zero, not None.
+            if name in with_gradients and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _check_schedule(self, theirs: str | None) -> None:
         ours = _kind_of(self._lr_scheduler)
@@ -224,7 +230,8 @@ class ModelState(State):
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = dict(parts[0])
     first["model"] = {name: x for part in parts for name, x in part["model"].items()}
-    first["frozen"] = [name for part in parts for name in part.get("frozen") or ()]
+    for field in ("frozen", "frozen_with_gradients"):
+        first[field] = [name for part in parts for name in part.get(field) or ()]
     optimizers = [part["optimizer"] for part in parts]
     groups = []
     for same in zip(*(optimizer["groups"] for optimizer in optimizers), strict=True):

@@ -38,12 +38,16 @@ class Killed(Exception):  # noqa: N818  # it is no error
     """The job ends here, right after a checkpoint."""
 
 
-def run(unfreeze: Unfreeze, killed_at: tuple[int, int] | None = None) -> nn.Sequential:
+def run(
+    unfreeze: Unfreeze, killed_at: tuple[int, int] | None = None, *, to_none: bool = True
+) -> nn.Sequential:
     """A fine-tuning script: the first four layers are frozen at first.
 
     Args:
         unfreeze: Called at the top of each epoch.
         killed_at: Epoch and batch of it before which the job ends.
+        to_none: Whether `zero_grad` removes gradients, so that the optimizer leaves frozen
+            parameters alone.
     """
     contexts.reset()
     module = make_model("mlp")
@@ -57,7 +61,7 @@ def run(unfreeze: Unfreeze, killed_at: tuple[int, int] | None = None) -> nn.Sequ
             if killed_at == (epoch, batch):
                 save_all_states()
                 raise Killed
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
     return module
@@ -118,6 +122,20 @@ def test_unfreezing_goes_on_as_if_nothing_had_stopped_it(
     assert [p.requires_grad for p in resumed.parameters()] == [
         p.requires_grad for p in expected.parameters()
     ]
+    for name, tensor in parameters(expected).items():
+        torch.testing.assert_close(parameters(resumed)[name], tensor, rtol=0, atol=0)
+
+
+def test_frozen_parameters_with_zeros_as_gradients_go_on_moving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as without:
+        without.delenv("PIPOLLUX_CHECKPOINT_DIR")
+        expected, other = run(without_groups, to_none=False), run(without_groups)
+    assert not torch.equal(expected[8].weight, other[8].weight), "it moves by its momentum"
+    with pytest.raises(Killed):
+        run(without_groups, (UNFREEZES + 1, 1), to_none=False)
+    resumed = run(without_groups, to_none=False)
     for name, tensor in parameters(expected).items():
         torch.testing.assert_close(parameters(resumed)[name], tensor, rtol=0, atol=0)
 
