@@ -177,7 +177,7 @@ def be_slow(layer: torch.nn.Module) -> None:
 
     def wait(*_: object) -> None:
         handle.remove()
-        time.sleep(2.5 * float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
+        time.sleep(1.5 * float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
 
     handle = layer.register_forward_pre_hook(wait)
 

@@ -90,7 +90,7 @@ def test_one_that_is_late_to_connect_is_not_left_behind(make_job: MakeJob) -> No
 @pytest.mark.parametrize("change", first(1, ["leaves", "joins"]))
 def test_groups_that_do_not_connect_are_given_up(make_job: MakeJob, change: str) -> None:
     """Before anybody votes for them: the replicas go on with those that they have."""
-    settings = {"UNCONNECTED": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "0.8", "EPOCHS": "1"}
+    settings = {"UNCONNECTED": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "3", "EPOCHS": "1"}
     job = make_job(ChangingJob, CHANGES="5", **settings)
     job.begin(3)
     job.wait_until_at(5)
@@ -114,7 +114,7 @@ def test_a_process_may_be_late_in_its_first_step(make_job: MakeJob, case: str) -
     late, processes, schedule = case.split(", ")
     who, _, replicas = late.partition(" of ")
     stages = {"PROCESSES": processes, "STAGES": "3" if processes == "3" else "2"}
-    limit = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "0.8", "EPOCHS": "1"}
+    limit = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "3", "EPOCHS": "1"}
     job = make_job(DyingJob, OPTIONS=f"slow-{who}", SCHEDULE=schedule, **stages, **limit)
     job.begin(int(replicas))
     job.wait()

@@ -13,6 +13,7 @@ from pipollux_hybrid import (
     AdaptiveDataLoader,
     ConfigurationError,
     HybridParallel,
+    SynchronizationError,
     init_process_group,
     replica_rank,
 )
@@ -49,6 +50,27 @@ def test_sixteen_bits_fit_twice_as_much_and_types_do_not_mix() -> None:
     assert sorted(len(b.parameters) for b in make_buckets([mixed], 10_000, None)) == [2, 2]
     assert len(make_buckets([mixed], 10_000, torch.float32)) == 1
     assert make_buckets([[], []], 80, None) == []
+
+
+def test_a_sum_that_cannot_begin_is_told_where_the_others_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a group that was aborted as a replica is gone; a thread of autograd's begins it."""
+
+    def all_reduce(*_: object, **__: object) -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    monkeypatch.setattr(buckets, "in_use", lambda: "a library")
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    bucket = Bucket(1, parameters(3), torch.float32)
+    for begin in (bucket.launch, bucket.relaunch):
+        begin(1.0)
+        with pytest.raises(
+            SynchronizationError, match="averaging the gradients of stage 1"
+        ) as info:
+            bucket.wait()
+        assert str(info.value.__cause__) == "NCCL communicator was aborted"
+        bucket.wait()  # told once
 
 
 def test_buckets_of_replicas_to_come_are_made_ahead() -> None:
