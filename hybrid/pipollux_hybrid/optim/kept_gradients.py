@@ -2,8 +2,7 @@
 
 ``torch.nn.utils.clip_grad_norm_`` in the loop body would clip parts of the batch, and earlier parts
 repeatedly, without a trace; a scheduler that HybridParallel does not know would step once per part.
-Autograd counts in-place changes of a tensor, so comparing two integers
-detects it.
+Autograd counts in-place changes of a tensor, so comparing two integers detects it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ class KeptGradients:
         """Learning rates on the last accumulation step of this iteration."""
         self._held: tuple[nn.Parameter, int, torch.Tensor] | None = None
         """A parameter, its version and its values."""
+        self._small: nn.Parameter | None = None
+        """A smallest one that is trained."""
         self._warned = self._warned_of_rates = False
 
     def note(self) -> None:
@@ -61,9 +62,13 @@ class KeptGradients:
     def hold_parameters(self) -> None:
         """Record a parameter at the end of an accumulation step's backward."""
         self.release_parameters()
-        last = self._end(-1)
-        if last is not None:
-            self._held = last, last._version, last.detach().clone()
+        if self._small is None or self._small.grad is None:
+            groups = self._optimizer.param_groups
+            params = (p for group in groups for p in group["params"])
+            trained = [p for p in params if p.grad is not None and p.numel() > 0]
+            self._small = min(trained, key=torch.numel, default=None)  # as it is copied
+        if self._small is not None:
+            self._held = self._small, self._small._version, self._small.detach().clone()
 
     def release_parameters(self) -> None:
         """Raise a SynchronizationError if it has changed since the earlier part of the batch."""

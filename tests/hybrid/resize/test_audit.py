@@ -163,7 +163,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "KeptGradients": (
         "",
-        "_held _hooked _optimizer _rates _versions _warned _warned_of_rates",
+        "_held _hooked _optimizer _rates _small _versions _warned _warned_of_rates",
     ),
     "LayerAttributes": (
         "",
