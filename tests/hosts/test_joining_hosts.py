@@ -11,6 +11,7 @@ import pytest
 from tests.hosts.harness.hosts import Hosts
 from tests.hosts.job import torchrun
 from tests.hybrid.resize.changing_job import SCRIPT, ChangingJob
+from tests.hybrid.resize.over import over_both
 from tests.hybrid.resize.test_unplanned_death import SCRIPT as DYING
 from tests.hybrid.resize.test_unplanned_death import DyingJob
 from tests.services import require_hosts
@@ -18,13 +19,14 @@ from tests.services import require_hosts
 pytestmark = pytest.mark.exhaustive
 
 
+@over_both
 @pytest.mark.parametrize("processes", [1, 2])
 def test_another_host_joins_and_the_first_leaves(
-    tmp_path: Path, repository: Path, processes: int
+    tmp_path: Path, repository: Path, processes: int, over: dict[str, str]
 ) -> None:
     """A replica of one process, or of one for each stage."""
     require_hosts()
-    settings = {"CHANGES": "5,12", "PROCESSES": str(processes)}
+    settings = {"CHANGES": "5,12", "PROCESSES": str(processes), **over}
     with Hosts(2) as hosts, ChangingJob(tmp_path / "job", repository, **settings) as job:
         run = partial(torchrun, hosts, processes=processes)
         with run(["n1"], SCRIPT, tmp_path, job.environment) as first:
@@ -37,13 +39,14 @@ def test_another_host_joins_and_the_first_leaves(
         assert job.check() == [(1, 1), (8, 2), (15, 1)]
 
 
+@over_both
 @pytest.mark.parametrize("lost", ["n3", "n1"])
 def test_those_on_other_hosts_go_on_without_a_lost_one(
-    tmp_path: Path, repository: Path, lost: str
+    tmp_path: Path, repository: Path, lost: str, over: dict[str, str]
 ) -> None:
     """It still sees the folder, and finds itself left out."""
     require_hosts()
-    settings = {"CHANGES": "5,9", "PIPOLLUX_HOST_TIMEOUT": "4"}
+    settings = {"CHANGES": "5,9", "PIPOLLUX_HOST_TIMEOUT": "4", **over}
     with (
         Hosts(3) as hosts,
         DyingJob(tmp_path / "job", repository, **settings) as job,

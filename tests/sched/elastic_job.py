@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -26,10 +27,20 @@ PAUSE = float(os.environ.get("PAUSE", "0.02"))
 """Seconds between steps, as whoever waits for the job also needs a processor."""
 
 
+def backend() -> str:
+    """Return gloo, or what ``$BACKEND`` names in the place of NCCL."""
+    if "BACKEND" not in os.environ:
+        return "gloo"
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.hybrid.resize import nccl_stand_in
+
+    return nccl_stand_in.backend()
+
+
 def main() -> None:
     if "SCALARS" in os.environ:
         os.environ["PIPOLLUX_TENSORBOARD_DIR"] = os.environ["SCALARS"]
-    pipollux.init_process_group("gloo", timeout=120.0)
+    pipollux.init_process_group(backend(), timeout=120.0)
     if os.environ["PIPOLLUX_JOINS"] == "1" and "NEWCOMER" in os.environ:
         exec(os.environ["NEWCOMER"])  # noqa: S102  # what the test wants a joining replica to do
     torch.manual_seed(1)
@@ -52,6 +63,7 @@ def main() -> None:
                 continue  # another replica has died, and this batch is done again
             part = context().batch.micro_step
             assert part is not None
+            assert all(bool(p.isfinite().all()) for p in module.parameters())
             content = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
             line = {
                 "attempt": env.attempt,

@@ -19,6 +19,7 @@ from pipollux_sched.scheduler import Scheduler
 from pipollux_sched.spec.job import JobSpec
 from pipollux_sched.views.explanation import NextChange
 from pipollux_sched.views.jobs import job_details
+from tests.hybrid.resize.over import over_both
 from tests.programs import Forked
 from tests.sched.processes import processes_of
 from tests.sched.report.page import charts
@@ -112,18 +113,23 @@ def restarted(scheduler: Scheduler) -> list[int]:
     return [entry.attempt for entry in scheduler.store.attempts("elastic")]
 
 
+@over_both
 @pytest.mark.parametrize(
     "agent", ["light_agent", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
 )
 def test_a_job_grows_and_shrinks_without_a_restart(
-    directory: Path, tmp_path: Path, agent: str, request: pytest.FixtureRequest
+    directory: Path,
+    tmp_path: Path,
+    agent: str,
+    request: pytest.FixtureRequest,
+    over: dict[str, str],
 ) -> None:
     """Also by the replica that was the first; what was measured is what the policy is told."""
     if agent == "light_agent":
         request.getfixturevalue(agent)
     policy = Wish()
     scalars = tmp_path / "scalars"
-    job = elastic_job(tmp_path, SCALARS=str(scalars), PAUSE="0.1")
+    job = elastic_job(tmp_path, SCALARS=str(scalars), PAUSE="0.1", **over)
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
         until(lambda: len(list(scalars.glob("*"))) == 1, "replica 0 writes scalars")
@@ -171,11 +177,14 @@ def test_a_job_grows_and_shrinks_without_a_restart(
     assert {lines[0]["nodes"] for lines in steps.values() if len(lines) == 2} == {2}
 
 
+@over_both
 @pytest.mark.exhaustive
-def test_a_joining_replica_that_fails_hurts_nobody(directory: Path, tmp_path: Path) -> None:
+def test_a_joining_replica_that_fails_hurts_nobody(
+    directory: Path, tmp_path: Path, over: dict[str, str]
+) -> None:
     """The third one in a row is followed by a restart, which needs no joining replicas."""
     policy = Wish()
-    job = elastic_job(tmp_path, NEWCOMER="raise RuntimeError('no memory here')")
+    job = elastic_job(tmp_path, NEWCOMER="raise RuntimeError('no memory here')", **over)
     with scheduler_on(directory, policy) as scheduler:
         begin(scheduler, policy, job)
         policy.allocations["elastic"] = [A, B]
@@ -209,14 +218,15 @@ def joining_replica_of(directory: Path, scheduler: Scheduler) -> list[psutil.Pro
     return found
 
 
+@over_both
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [ChangeStage.STARTING, ChangeStage.FORMING])
 def test_a_joining_replica_that_is_killed_is_replaced(
-    directory: Path, tmp_path: Path, stage: ChangeStage
+    directory: Path, tmp_path: Path, stage: ChangeStage, over: dict[str, str]
 ) -> None:
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1"))
+        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1", **over))
         policy.allocations["elastic"] = [A, B]
 
         def is_there(jobs: Jobs) -> bool:
@@ -235,7 +245,7 @@ def test_a_joining_replica_that_is_killed_is_replaced(
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from pipollux_sched.backend.local.attempt_folder import AttemptFolder
 from pipollux_sched.store import StateDir
@@ -248,7 +258,7 @@ directory, results, stage = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 policy = Wish()
 scheduler = scheduler_on(directory, policy)
 scheduler.start()
-begin(scheduler, policy, elastic_job(results, PAUSE="0.1"))
+begin(scheduler, policy, elastic_job(results, PAUSE="0.1", **json.loads(sys.argv[4])))
 policy.allocations["elastic"] = [A, B]
 
 def has_come(jobs):
@@ -269,16 +279,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """Runs a scheduler that is killed when the change of a job has come so far."""
 
 
+@over_both
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", ["unknown", "starting", "forming", "changed"])
-def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, stage: str) -> None:
+def test_the_scheduler_is_killed_in_a_change(
+    directory: Path, tmp_path: Path, stage: str, over: dict[str, str]
+) -> None:
     """The next one goes on with it: joining replicas are starting, forming groups, or training.
 
     If the supervisor of one is unknown, it is ended, and another replica is started in its place.
     """
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    with Forked(script, [str(directory), str(tmp_path), stage]) as killed:
+    with Forked(script, [str(directory), str(tmp_path), stage, json.dumps(over)]) as killed:
         assert killed.wait() == -9, killed.errors
     policy = Wish()
     policy.allocations["elastic"] = [A, B]
@@ -292,14 +305,15 @@ def test_the_scheduler_is_killed_in_a_change(directory: Path, tmp_path: Path, st
     assert {len(lines) for lines in check_steps(tmp_path).values()} == {1, 2}
 
 
+@over_both
 @pytest.mark.exhaustive
 def test_a_job_that_is_stopped_in_a_change_goes_on_from_its_checkpoint(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, over: dict[str, str]
 ) -> None:
     """Joining replicas end with it; it resumes with the replicas that it was to have."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1"))
+        begin(scheduler, policy, elastic_job(tmp_path, PAUSE="0.1", **over))
         policy.allocations["elastic"] = [A, B]
         assert scheduler.wait(
             lambda jobs: jobs["elastic"].state.membership.change is not None, timeout=240
@@ -335,15 +349,16 @@ def has_replaced_one(jobs: Jobs) -> bool:
     return trains_on(A, B)(jobs) and 2 in state.membership.replicas and state.attempt == 1
 
 
+@over_both
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_that_is_killed_costs_no_restart(
-    directory: Path, tmp_path: Path, replica: int
+    directory: Path, tmp_path: Path, replica: int, over: dict[str, str]
 ) -> None:
     """The others go on in the same attempt, and its place is filled again."""
     policy = Wish()
     with scheduler_on(directory, policy) as scheduler:
-        begin(scheduler, policy, elastic_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path, **over))
         change_to(scheduler, policy, A, B)
         lose(directory, replica)
         assert scheduler.wait(has_replaced_one, timeout=240)
@@ -357,14 +372,15 @@ def test_a_replica_that_is_killed_costs_no_restart(
     check_steps(tmp_path, killed=True)
 
 
+@over_both
 @pytest.mark.exhaustive
 def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, over: dict[str, str]
 ) -> None:
     """It sends no heartbeats any more, so it is killed; what waits for it learns so at once."""
     policy = Wish()
     with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
-        begin(scheduler, policy, elastic_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path, **over))
         change_to(scheduler, policy, A, B)
         for process in replica_of(directory, 1):
             process.suspend()
@@ -376,11 +392,14 @@ def test_a_replica_that_is_frozen_is_ended_and_the_others_go_on(
     check_steps(tmp_path, killed=True)
 
 
+@over_both
 @pytest.mark.exhaustive
-def test_a_job_with_too_few_replicas_left_is_stopped(directory: Path, tmp_path: Path) -> None:
+def test_a_job_with_too_few_replicas_left_is_stopped(
+    directory: Path, tmp_path: Path, over: dict[str, str]
+) -> None:
     """It saves, and waits for room for as many as its user wants."""
     policy = Wish()
-    job = elastic_job(tmp_path).model_copy(update={"min_replicas": 2})
+    job = elastic_job(tmp_path, **over).model_copy(update={"min_replicas": 2})
     with scheduler_on(directory, policy) as scheduler:
         policy.allocations["elastic"] = [A, B]
         scheduler.submit(job)
@@ -402,14 +421,15 @@ def test_a_job_with_too_few_replicas_left_is_stopped(directory: Path, tmp_path: 
     check_steps(tmp_path, killed=True)
 
 
+@over_both
 @pytest.mark.exhaustive
 def test_when_all_are_frozen_the_job_restarts_from_its_checkpoint(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, over: dict[str, str]
 ) -> None:
     """Each could be done without, as long as there is another one."""
     policy = Wish()
     with scheduler_on(directory, policy, heartbeat_timeout=3.0) as scheduler:
-        begin(scheduler, policy, elastic_job(tmp_path))
+        begin(scheduler, policy, elastic_job(tmp_path, **over))
         change_to(scheduler, policy, A, B)
         for replica in (0, 1):
             for process in replica_of(directory, replica):

@@ -18,6 +18,7 @@ from tests.hybrid.conversion.small_models import (
 )
 from tests.hybrid.resize.changing_job import ChangingJob
 from tests.hybrid.resize.changing_training import samples
+from tests.hybrid.resize.over import over_both
 
 MakeJob = Callable[..., ChangingJob]
 CHAINS = {"t5": "2 processes, 3 processes, 1 stage, 2 processes, 3 processes"}
@@ -40,8 +41,9 @@ def make_job(tmp_path: Path, repository: Path) -> Iterator[MakeJob]:
             pass
 
 
-def test_replicas_join_and_leave(make_job: MakeJob) -> None:
-    job = make_job(CHANGES="5,9", EPOCHS="1")
+@over_both
+def test_replicas_join_and_leave(make_job: MakeJob, over: dict[str, str]) -> None:
+    job = make_job(CHANGES="5,9", EPOCHS="1", **over)
     job.begin(1)
     job.wait_until_at(5)
     job.add()
@@ -51,11 +53,14 @@ def test_replicas_join_and_leave(make_job: MakeJob) -> None:
     assert [replicas for _, replicas in job.check()] == [1, 2, 1]
 
 
+@over_both
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("after", ["1", "2"])
-def test_a_resize_is_what_a_restart_would_be(make_job: MakeJob, tmp_path: Path, after: str) -> None:
+def test_a_resize_is_what_a_restart_would_be(
+    make_job: MakeJob, tmp_path: Path, after: str, over: dict[str, str]
+) -> None:
     """The restart may also have another number of stages."""
-    resized = make_job(CHANGES="5", STAGES="2")
+    resized = make_job(CHANGES="5", STAGES="2", **over)
     resized.begin(2)
     resized.wait_until_at(5)
     resized.ask_to_leave(1, 2)
@@ -111,12 +116,15 @@ RESIZED = [
 ]
 
 
+@over_both
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", RESIZED)
-def test_resized_training_is_plain_training(make_job: MakeJob, case: str) -> None:
+def test_resized_training_is_plain_training(
+    make_job: MakeJob, case: str, over: dict[str, str]
+) -> None:
     """One replica, two replicas, then the first leaves."""
     name, stages = case.split(": ")
-    job = make_job(CHANGES="5,11", **settings_of(name, stages))
+    job = make_job(CHANGES="5,11", **settings_of(name, stages), **over)
     job.begin(1)
     job.wait_until_at(5)
     job.add_stages()
