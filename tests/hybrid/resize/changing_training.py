@@ -200,7 +200,11 @@ def make_module(kind: str) -> nn.Sequential:
         layers[0], layers[3] = Stashing(SIZE, 8), Popping()
     if kind == "initializing":
         layers[1] = Initializing()
-    return nn.Sequential(*layers).double()
+    module = nn.Sequential(*layers).double()
+    if kind == "compiled":
+        for layer in (module[1], module[4]):
+            layer.compile(backend="eager")
+    return module
 
 
 def digest(tensors: list[Tensor]) -> str:

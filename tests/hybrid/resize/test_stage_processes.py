@@ -131,6 +131,14 @@ def test_state_that_is_divided_is_divided_anew_as_replicas_come_and_go(make_job:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_compiled_layers_train_on_like_plain_ones(make_job: MakeJob, processes: str) -> None:
+    settings = {"CHANGES": "5,12", **STAGES, "PROCESSES": processes}
+    plain = change_twice(make_job(**settings))
+    assert change_twice(make_job(LAYERS="compiled", **settings)) == plain
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 0])
 def test_a_joining_replica_that_loses_a_process_costs_the_others_nothing(
     make_job: MakeJob, stage: int
