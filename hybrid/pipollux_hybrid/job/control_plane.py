@@ -286,7 +286,7 @@ class ControlPlane:
             yield
         except SynchronizationError:
             raise  # they have ended, or know
-        except Exception as error:
+        except Exception as error:  # whatever it is: the others wait
             self._left = error
             raise
 
