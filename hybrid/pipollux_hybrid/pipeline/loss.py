@@ -20,9 +20,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
@@ -460,6 +461,15 @@ def _reached(root: Tensor) -> Iterator[Tensor]:
         waiting += [after for after, _ in node.next_functions if after is not None]
 
 
+def _variables(function: FunctionType) -> Iterator[Any]:
+    """Return what a function may use, but for its arguments; variables may have no value yet."""
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+
+
 class _Buffers:
     """The buffers of modules that a loss function uses, such as a running center."""
 
@@ -468,8 +478,7 @@ class _Buffers:
             loss_fn = loss_fn.func
         used = [loss_fn, getattr(loss_fn, "__self__", None)]
         if inspect.isfunction(loss_fn):
-            names = inspect.getclosurevars(loss_fn)
-            used += [*names.nonlocals.values(), *names.globals.values()]
+            used += _variables(loss_fn)
         self._kept = [
             (module, name, buffer, buffer.clone())
             for root in used

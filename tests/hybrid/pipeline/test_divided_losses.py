@@ -135,8 +135,23 @@ def called_by_a_function(loss: Centered) -> Callable[[Any, Any], Any]:
     return lambda output, labels: loss(output, labels)
 
 
+def called_with_a_default(loss: Centered) -> Callable[[Any, Any], Any]:
+    def function(output: Tensor, labels: Tensor, loss: Centered = loss) -> Any:
+        return loss(output, labels) if len(output) else later
+
+    if not isinstance(loss, Centered):
+        later = 0.0  # it has no value when the function is called
+    return function
+
+
 @pytest.mark.parametrize(
-    "form", [lambda loss: loss, lambda loss: loss.forward, called_by_a_function]
+    "form",
+    [
+        lambda loss: loss,
+        lambda loss: loss.forward,
+        called_by_a_function,
+        called_with_a_default,
+    ],
 )
 def test_comparisons_do_not_change_a_running_mean(form: Callable[[Centered], Any]) -> None:
     found = []
