@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipollux_hybrid.checkpoint.manager import CheckpointManager, load_state
 from pipollux_hybrid.checkpoint.model_state import ModelState
-from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards, steps_separately
+from pipollux_hybrid.checkpoint.optimizer_shards import OptimizerShards
+from pipollux_hybrid.checkpoint.separate_steps import check_stages_may_step
 from pipollux_hybrid.engines import choose_chunks, choose_orders, make_engine, refuse_plain_loop
 from pipollux_hybrid.errors import ConfigurationError
 from pipollux_hybrid.job import device_groups, nccl
@@ -73,7 +74,6 @@ from pipollux_hybrid.sync.tied_copies import TiedCopies, counted
 from pipollux_hybrid.telemetry.metrics import Metrics
 from pipollux_hybrid.telemetry.schedule_choice import choose_cut
 from pipollux_hybrid.telemetry.stage_profiler import StageProfiler
-from pipollux_hybrid.warning import warn
 from pipollux_perfmodel.timing.params import joined_modes
 
 if TYPE_CHECKING:
@@ -219,6 +219,8 @@ class HybridParallel(PipelineModel):
         agreed |= {"devices": shared}  # which may have other indices
         agreed |= {"bucket_bytes": bucket_bytes, "activation_checkpoint": agreed.pop("checkpoint")}
         agree(ctx.control, "HybridParallel(…)", model_settings(module, optimizer, agreed))
+        if ctx.mesh is not None:
+            check_stages_may_step(optimizer, tells=ctx.env.leads)
         if ctx.env.world_size > 1:  # all begin with rank 0's parameters and buffers
             broadcast_tensors([*module.parameters(), *module.buffers()])
         cut = metrics.cut = choose_cut(ctx, metrics, module, optimizer, request, orders)
@@ -259,12 +261,6 @@ class HybridParallel(PipelineModel):
         )
         if ctx.mesh is not None:
             ctx.closers.append(refuse_stage_norms(module))
-            if ctx.env.leads and not steps_separately(optimizer):
-                warn(
-                    f"optimizer is a {type(optimizer).__name__}, which is none of torch.optim's: "
-                    "in a multi-process pipeline its step() sees the parameters of one stage, so a "
-                    "norm over all of them would be that of the stage"
-                )
         ctx.closers.append(follow_steps(module, lambda: ctx.batch.accumulates))
         self._steps_alike = OptimizerCheck(optimizer)
         ctx.control.checks.append(self._steps_alike)

@@ -8,7 +8,6 @@ checkpoint and on all replicas for an elastic resize.
 
 from __future__ import annotations
 
-import inspect
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +22,14 @@ from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.groups import ReplicaGroup
 from pipollux_hybrid.job.peers import lost_peers
 
+from .separate_steps import known, steps_separately
+
 PARCEL = 16 * 2**20
 """Bytes of tensors that are sent in one message; a larger tensor is sent alone."""
 LOST = (
     "each replica held the optimizer's state of its own parameters only (shard_optimizer=True), "
     "and that of the lost replica cannot be recovered"
 )
-EACH_ALONE = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD"),
-)
-"""Optimizers of ``torch.optim`` that step each parameter independently."""
 Told = list[tuple[int, list[tuple[str, Any]]]]
 """State entries per parameter index; of a tensor, its :class:`_Kind`."""
 
@@ -200,23 +196,13 @@ def give_out(sizes: Sequence[int], num_replicas: int) -> list[int]:
     return ranks
 
 
-def steps_separately(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known not to combine several parameters in its step."""
-    step = inspect.unwrap(type(optimizer).step)
-    return any(isinstance(optimizer, x) and step is inspect.unwrap(x.step) for x in _known())
-
-
-def _known() -> list[type[torch.optim.Optimizer]]:
-    return [getattr(torch.optim, name) for name in EACH_ALONE if hasattr(torch.optim, name)]
-
-
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step may combine several parameters."""
     if not steps_separately(optimizer):
         raise ConfigurationError(
             f"shard_optimizer=True with {type(optimizer).__name__}, which is not known to step "
             "each parameter by itself: use one of torch.optim's "
-            f"{', '.join(kind.__name__ for kind in _known())}, or leave shard_optimizer out"
+            f"{', '.join(kind.__name__ for kind in known())}, or leave shard_optimizer out"
         )
 
 

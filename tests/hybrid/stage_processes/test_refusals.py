@@ -159,6 +159,19 @@ def takes_a_norm_by_torch() -> None:
     clips(lambda parameters: get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
+class ClipsAll(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([x.norm() for x in gradients if x is not None]).norm()
+        torch._foreach_div_([x for x in gradients if x is not None], norm.clamp(min=1.0))
+        super().step()
+
+
+def norm_in_a_step() -> None:
+    module = make_model("mlp")
+    HybridParallel(module, ClipsAll(module.parameters(), lr=0.1), num_stages=2)
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "plain loop": (plain_loop, "write loss = model.train_step(inputs, targets, loss_fn)"),
     "unknown schedule": (unknown_schedule, "'gpipe', '1f1b', 'interleaved', 'auto' are allowed"),
@@ -180,6 +193,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a layer": (layer_fails, "stage 1 (cpu), layer '1' (Odd): too few samples for Odd"),
     "the loss": (loss_fails, "no loss today"),
     "clipping": (clips_by_torch, "write model.clip_grad_norm_(max_norm)"),
+    "a norm in a step": (norm_in_a_step, "optimizer is a ClipsAll, whose step() combines the"),
     "a norm": (takes_a_norm_by_torch, "write model.clip_grad_norm_(max_norm)"),
     "other layer": (layer_of_another, "is in the process of stage"),
 }
