@@ -451,7 +451,7 @@ class HybridParallel(PipelineModel):
             self._targets_check.check(targets, sum(sizes), len(sizes))
         plan = self._plan(sizes, inputs)
         options: Any = {"scope": scope, "training": self.training, "samples": plan.num_samples}
-        options["factor"] = factor
+        options |= {"factor": factor, "divided": self._divides_batches}
         # The schedule mixes forwards and backwards; gradients are averaged at the end of the block.
         with needing_all(), self._running(plan), self._synchronizer.backward(plan):
             meeting = self._calling("model.train_step(…)", sizes, inputs, targets)

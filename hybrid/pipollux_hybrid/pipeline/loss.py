@@ -198,8 +198,9 @@ class _Cut(NamedTuple):
 class MicrobatchLoss:
     """The loss of one step in the process of the last stage; with 0 ``samples`` gradients are zero.
 
-    ``step`` is the number of the step in this attempt; None: neighbours are not compared. Gradients
-    are multiplied by ``factor``, a scalar tensor; None: 1.
+    ``step`` is the number of the step in this attempt; None: neighbours are not compared. A single
+    micro-batch has no neighbour, and is compared by ``halves``. Gradients are multiplied by
+    ``factor``, a scalar tensor; None: 1.
     """
 
     def __init__(
@@ -213,8 +214,9 @@ class MicrobatchLoss:
         step: int | None,
         names: Mapping[Any, str],
         factor: Tensor | None = None,
+        halves: HalvesCheck | None = None,
     ) -> None:
-        self._factor = factor
+        self._factor, self._halves = factor, halves if len(sizes) == 1 else None
         self._loss_fn, self._sizes, self._targets = loss_fn, sizes, targets
         self._scope, self._counted, self._names = scope, samples > 0, names
         self._rows = sum(sizes)
@@ -242,6 +244,8 @@ class MicrobatchLoss:
             return self._of_batch() if len(self._outputs) == len(self._sizes) else []
         cut = map_tensors(_leaf, output)
         before = map_tensors(_copy_of_leaf, cut) if index <= self._compared else cut
+        if self._halves is not None:
+            self._halves.check(self._loss_fn, cut, target)
         value = loss_value(self._loss_fn(map_tensors(_changeable, cut), target))
         if index == 0:
             self._check_reach(value.root, cut)

@@ -34,7 +34,7 @@ from .carried import CarriedValues
 from .engine import cut_stages, num_recomputed, with_index
 from .host_random import seeded
 from .interleaved import Interleaved
-from .loss import LossFunction, LossScope, MicrobatchLoss
+from .loss import HalvesCheck, LossFunction, LossScope, MicrobatchLoss
 from .microbatch import PyTree, gather, map_tensors, samples_of, scatter
 from .process_stage import HostGroup, LossOfMicrobatch, ProcessStage
 from .skip import connections_of
@@ -110,7 +110,7 @@ class ProcessEngine:
         self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()
         self._names.update((parameter, name) for name, parameter in module.named_parameters())
         self._loss: MicrobatchLoss | None = None
-        self._step = 0
+        self._step, self._halves = 0, HalvesCheck()
         self._failure: Exception | None = None
 
     def rejoin(self, group: dist.ProcessGroup, row: HostGroup) -> None:
@@ -189,6 +189,7 @@ class ProcessEngine:
         training: bool,
         samples: int,
         factor: Tensor | None = None,
+        divided: bool = False,
     ) -> tuple[Tensor, float | None]:
         """Run forward and backward of one batch; gradients are added to the parameters'.
 
@@ -201,6 +202,7 @@ class ProcessEngine:
             training: Whether the model is in training mode, in which activations are recomputed.
             samples: Samples of the batch that count; with 0 all gradients are zero.
             factor: Factor of all gradients, a scalar tensor on the device of this stage; None: 1.
+            divided: Whether replicas or accumulation steps divide batches, whose loss is the mean.
 
         Returns:
             In every process: the loss over the batch, float64, without a graph; and the weight of a
@@ -227,6 +229,7 @@ class ProcessEngine:
             step=self._step if scope is None else None,
             names=self._names,
             factor=factor,
+            halves=self._halves if divided and scope is None else None,
         )
         self._step += 1
         recomputed = self.checkpointed(len(sizes), training=training)

@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 OFTEN = "ignoring", "contrasting", "penalty"
 
 
-def refusals(names: list[str], scope: str | None) -> list[str]:
+def refusals(names: list[str], scope: str | None, microbatches: int = 4) -> list[str]:
     init_process_group("gloo", timeout=60.0)
     found = []
     for name in names:
@@ -225,7 +225,7 @@ def refusals(names: list[str], scope: str | None) -> list[str]:
         module = make_model("mlp")
         _first_weight[:] = [module[8].weight]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=4)
+        model = HybridParallel(module, optimizer, num_stages=2, num_microbatches=microbatches)
         try:
             model.train_step(*padded()[:BATCH], REFUSED[name][0], loss_scope=scope)
         except PipolluxError as error:
@@ -241,6 +241,15 @@ def test_what_is_refused_where_each_stage_has_a_process(name: str) -> None:
     assert REFUSED[name][1] in last[0]
     assert last[0].startswith("ConfigurationError")
     assert first[0].startswith(("ReplicaBrokenError", "ConfigurationError"))
+
+
+def test_a_single_microbatch_is_compared_where_replicas_divide_the_batch() -> None:
+    for begin, end in run_stages(refusals, 2, 2, ["ignoring"], None, 1):
+        assert "for this replica's batch it is" in end[0]
+        assert begin[0].startswith(("ReplicaBrokenError", "ConfigurationError"))
+    for scope, replicas in (("batch", 2), (None, 1)):
+        for begin, end in run_stages(refusals, replicas, 2, ["ignoring"], scope, 1):
+            assert begin == end == ["nothing"]
 
 
 def test_a_mean_over_microbatches_that_is_meant() -> None:
