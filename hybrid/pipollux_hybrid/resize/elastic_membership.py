@@ -43,7 +43,7 @@ from .pending_membership import PendingMembership
 from .recovery import Recovery
 from .rendezvous import Rendezvous
 from .rendezvous_folder import RendezvousFolder
-from .switch import go_on, switch
+from .switch import entering, go_on, switch
 from .transfer import RefusedError, Route, Sent, pack, send
 from .watch import INTERVAL, MembershipWatch
 
@@ -139,7 +139,8 @@ class ElasticMembership:
         if not agreed:
             self._watch.give_up(pending)
             return False
-        switch(ctx, self._watch, pending)
+        with entering():
+            switch(ctx, self._watch, pending)
         self._watch.enter(pending)
         go_on(ctx, pending, joined=bool(joining))
         seconds = time.perf_counter() - began_at
@@ -283,6 +284,7 @@ def find_job(rendezvous: RendezvousFolder, env: JobEnvironment) -> Announcement 
         # Until the job has a model its announcement is incomplete.
         if announcement is not None and rendezvous.job_speaks() and announcement.balance:
             _check_joins(rendezvous, announcement, env)
+            rendezvous.follow()
             return announcement
         starts = (
             announcement is None

@@ -22,7 +22,7 @@ from .eligibility import why_not_elastic
 from .log import say
 from .pending_membership import PendingMembership
 from .published_totals import PublishedTotals
-from .switch import go_on, switch
+from .switch import entering, go_on, switch
 from .transfer import RefusedError, take
 from .watch import INTERVAL, MembershipWatch
 
@@ -139,7 +139,8 @@ class Joining:
             return Alignment.ELSEWHERE
         if self._await(pending, lambda: control.start_all_gather(torch.tensor([1]))) is None:
             return Alignment.ELSEWHERE  # they have voted against it
-        switch(ctx, self._watch, pending)
+        with entering():
+            switch(ctx, self._watch, pending)
         taken.adopt(ctx.component(States))
         ctx.joins = None
         self._watch.enter(pending)

@@ -198,6 +198,13 @@ class Recovery:
             f"{error} The surviving replicas cannot continue without a restart: {reason}"
         ) from (cause or error)
 
+    def _leave(self, why: str) -> NoReturn:
+        self._watch.leave()
+        error = self._losses.error
+        raise PeerLostError(
+            f"{error} This replica ends: the others have continued without this one, {why}"
+        ) from error
+
     # --- the next membership -----------------------------------------------------------------
 
     def _form(
@@ -210,18 +217,15 @@ class Recovery:
             successor = self._decided(arbiter, lost, attempt, newest)
             newest = max(newest, successor.number)
             if successor.rank(self._watch.replica) is None:
-                self._watch.leave()
-                self._give_up("the others have continued without this one, which they saw as lost")
+                self._leave("which they saw as lost")
             rendezvous, timeout = self._watch.rendezvous, self._watch.timeout
             mesh = self._context.mesh
             pending = PendingMembership(successor, self._watch.replica, rendezvous, timeout, mesh)
             everyone = self._meet(pending, me, lost)
             if arbiter.conclude(successor, enters=everyone is not None):
                 if everyone is None:
-                    self._watch.leave()
-                    self._give_up("the others have continued without this one, which was too slow")
-                else:
-                    return pending, everyone
+                    self._leave("which was too slow")
+                return pending, everyone
             self._watch.abandon(pending)
         return self._give_up(f"they did not find each other in {ATTEMPTS} attempts")
 
@@ -231,6 +235,8 @@ class Recovery:
         if self._watch.speaks:
             arbiter.report(lost, attempt, me, newest)
         while (decision := arbiter.decision(lost, attempt)) is None:
+            if self._watch.rendezvous.is_over():
+                self._leave("and the job has ended")
             waited = time.monotonic() - began_at
             gone, unreachable = self._gone(lost), self._unreachable(lost)
             patience = self._watch.timeout if gone else PATIENCE

@@ -34,6 +34,12 @@ class Rendezvous(Protocol):
     def post(self, announcement: Announcement) -> None:
         """Publish the job announcement; replica 0 does so all the time."""
 
+    def follow(self) -> None:
+        """Note which attempt of the job this replica trains in; all members do so all the time."""
+
+    def is_over(self) -> bool:
+        """Return whether that attempt is known to have ended, or to have been replaced."""
+
     def retract(self) -> None:
         """Publish the end of the job."""
 

@@ -62,8 +62,10 @@ class RendezvousFolder:
         self._mine = secrets.token_hex(8)
         self._seen: dict[str, _Seen] = {}
         self._run: str | None = None
-        """Id of the attempt that posts; None before this process knows."""
+        """Id of the attempt of this process; None before it knows."""
         self._posts = False
+        self._asked_at: float | None = None
+        """When this process was last asked to post, whether the folder was there or not."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write(f".probe-{self._mine}", {})
@@ -105,17 +107,27 @@ class RendezvousFolder:
 
         It recreates a folder that has disappeared, or the next replica would begin a job there. A
         ConfigurationError is raised if an older job posts there, too, after its folder had
-        disappeared.
+        disappeared; or if this process stood still, and another one has ended or replaced the job.
         """
+        now = self._clock()
+        silent = 0.0 if self._asked_at is None else now - self._asked_at
         found = self._read(_JOB) or {}
         run, beat = found.get("run"), int(found.get("beat", 0))
-        if self._run is None:  # it has succeeded another leader of this attempt
-            self._run, self._beat = run or secrets.token_hex(8), max(beat, self._beat)
+        if self._run is None:
+            self._run = run or secrets.token_hex(8)
+        if not self._posts and run == self._run:  # it has succeeded another leader
+            self._beat = max(beat, self._beat)
+        where = f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}"
+        if self._posts and silent > SILENCE and self.is_over():
+            raise ConfigurationError(
+                f"{where}: this process stood still for {silent:.0f} s, and the job there has "
+                "ended or was started again meanwhile: start this replica again"
+            )
+        self._asked_at = now
         if run not in (None, self._run) and self._posts and beat > self._beat:
             raise ConfigurationError(
-                f"PIPOLLUX_RENDEZVOUS={str(self.folder)!r}: a job runs there already, whose files "
-                "had disappeared when this one began: start this replica again, and it joins "
-                "that job, or choose another folder"
+                f"{where}: a job runs there already, whose files had disappeared when this one "
+                "began: start this replica again, and it joins that job, or choose another folder"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.last_claim() is None:
@@ -123,8 +135,27 @@ class RendezvousFolder:
         self._write_alive(_JOB, {**announcement.to_json_object(), "run": self._run})
         self._posts = True
 
+    def follow(self) -> None:
+        """Note which attempt of the job this replica trains in."""
+        if self._run is None:
+            self._run = (self._read(_JOB) or {}).get("run")
+
+    def is_over(self) -> bool:
+        """Return whether that attempt has ended, or another one has begun in this folder. Raises an
+        OSError if the folder cannot be read.
+        """
+        if self._run is None:
+            return False
+        found = self._read(_JOB)
+        return not (self.folder / _JOB).exists() if found is None else found.get("run") != self._run
+
     def retract(self) -> None:
-        """Publish the end of the job, so that the next attempt need not wait to detect it."""
+        """Publish the end of the job, so that the next attempt need not wait to detect it. Do
+        nothing if that attempt has begun while this process stood still.
+        """
+        run = (self._read(_JOB) or {}).get("run")
+        if None not in (run, self._run) and run != self._run:
+            return
         claim = self.last_claim()
         found = [path.name for pattern in _OF_RUN for path in self.folder.glob(pattern)]
         for name in (_JOB, claim, *found):

@@ -120,6 +120,13 @@ class SchedulerRendezvous:
         fields = {"balance": balance, "cannot": cannot, "schedule": announcement.schedule}
         self._say(epoch=epoch, loop=loop, **fields)
 
+    def follow(self) -> None:
+        """Do nothing: the scheduler knows."""
+
+    def is_over(self) -> bool:
+        """Return False: the scheduler ends the replicas of an attempt, and decides who goes on."""
+        return False
+
     def retract(self) -> None:
         """Remove the folder; the last heartbeat reports the end of the script."""
         if self.folder is not None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pipollux_hybrid.checkpoint.state import States
 from pipollux_hybrid.job.context import JobContext
 from pipollux_hybrid.job.device_groups import abort_all
 from pipollux_hybrid.job.groups import become_default, held_groups
+from pipollux_hybrid.job.peers import lost_peers
 from pipollux_hybrid.telemetry.metrics import Metrics
+from pipollux_perfmodel.errors import PipolluxError
 
 from .pending_membership import PendingMembership
 from .watch import MembershipWatch
@@ -36,6 +40,19 @@ def switch(ctx: JobContext, watch: MembershipWatch, pending: PendingMembership) 
         ctx.heartbeat.network_level = None  # of the previous nodes
     if ctx.env.leads:
         watch.rendezvous.remove_store(pending.membership.number)
+
+
+@contextmanager
+def entering() -> Iterator[None]:
+    """Raise a PeerLostError where the communication library fails in a switch: it cannot be undone,
+    as others may be in the new groups already.
+    """
+    try:
+        yield
+    except PipolluxError:
+        raise
+    except RuntimeError as error:
+        raise lost_peers("while entering the groups of a resize", error) from error
 
 
 def go_on(ctx: JobContext, pending: PendingMembership, *, joined: bool) -> None:

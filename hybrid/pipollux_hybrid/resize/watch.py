@@ -197,6 +197,8 @@ class MembershipWatch:
                 _LOG.exception("replicas cannot join or leave")
 
     def _look(self) -> None:
+        if self.membership is not None:
+            self.rendezvous.follow()
         if self.membership is None and self.speaks:
             me = JoiningReplica(
                 self.replica, socket.gethostname(), self.waiting_to_join, self.place

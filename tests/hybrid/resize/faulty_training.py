@@ -1,4 +1,5 @@
-"""The changing training with a replica that dies by SIGKILL at a point of a change.
+"""The changing training with a replica that dies by SIGKILL at a point of a change, or is frozen by
+SIGSTOP if `$FREEZES` is set.
 
 `$FAULT` names the point, `$FAULTY_RANK` the replica among those that begin; a joining replica dies
 whatever its rank. Where each stage has a process it is that of `$FAULTY_STAGE`, or all.
@@ -39,6 +40,14 @@ POINTS: dict[str, tuple[Any, str, str]] = {
 """The point: where a function is looked up, its name, and which end of it."""
 
 
+def fail() -> None:
+    if "FREEZES" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif not list(changing_training.RESULTS.glob("frozen-*")):  # others get its rank later
+        (changing_training.RESULTS / f"frozen-{os.getpid()}").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def install(point: str) -> None:
     owner, name, end = POINTS[point]
     original: Callable[..., Any] = getattr(owner, name)
@@ -48,7 +57,7 @@ def install(point: str) -> None:
         result = None if end == "before" else original(*args, **keywords)
         here = str(pipollux.replica_rank()), str(context().env.stage)
         if here == tuple(map(os.environ.get, ("FAULTY_RANK", "FAULTY_STAGE"), here)):
-            os.kill(os.getpid(), signal.SIGKILL)
+            fail()
         return original(*args, **keywords) if end == "before" else result
 
     setattr(owner, name, dying)

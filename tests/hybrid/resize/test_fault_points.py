@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ class FaultyJob(ChangingJob):
     def resume(self) -> None:
         """Start it again with its checkpoints, until its end."""
         self.programs.clear()
-        for name in ("FAULT", "FAULTY_RANK", "CHANGES", "PIPOLLUX_TIMEOUT"):
+        for name in ("FAULT", "FREEZES", "FAULTY_RANK", "CHANGES", "PIPOLLUX_TIMEOUT"):
             self.environment.pop(name, None)
         shutil.rmtree(self.rendezvous.folder)
         self.rendezvous.folder.mkdir()
@@ -82,6 +83,35 @@ def make(tmp_path: Path, repository: Path, **settings: str) -> FaultyJob:
         PIPOLLUX_CHECKPOINT_INTERVAL="0.2",
         **{"EPOCHS": "2", **settings},
     )
+
+
+def run_frozen(
+    job: FaultyJob, *, leaves: int | None = None, **joining_replica: str
+) -> tuple[int, str]:
+    """Change once at step 5, where a replica is frozen until the others have ended; return how it
+    ended then.
+    """
+    job.begin(2)
+    job.wait_until_at(5)
+    if leaves is None:
+        job.add_stages(**joining_replica)
+    else:
+        job.ask_to_leave(leaves, 2)
+    until(lambda: list(job.results.glob("frozen-*")), "it comes to the point")
+    (path,) = job.results.glob("frozen-*")
+    (frozen,) = (x for x in job.programs if x.pid == int(path.name.removeprefix("frozen-")))
+    others = [program for program in job.programs if program is not frozen]
+    until(lambda: all(x.poll() is not None for x in others), "the others end", 120.0)
+    frozen.send_signal(signal.SIGCONT)
+    code, errors = frozen.wait(60.0), frozen.errors
+    print(*job.errors(), sep="\n\n")  # of a failed test
+    for program in job.programs:
+        if program.poll() != 0:
+            assert "PeerLostError: replica " in program.errors
+    if not list(job.results.glob("found-*.json")):  # those that were left could not go on
+        job.resume()
+    job.check_totals()
+    return code, errors
 
 
 def patience(point: str) -> dict[str, str]:
@@ -165,3 +195,52 @@ def test_a_process_of_one_that_trains_is_killed(
     fault = {"FAULT": point, "FAULTY_RANK": rank, "FAULTY_STAGE": stage, **STAGES}
     with make(tmp_path, repository, **over, **fault, **patience(point)) as job:
         run(job, FAULT="when it trains", FAULTY_RANK="none")
+
+
+FREEZES = {"FREEZES": "1", "PIPOLLUX_TIMEOUT": "8", "PIPOLLUX_FROZEN_TIMEOUT": "6"}
+
+
+@pytest.mark.parametrize("point", NEWCOMERS)
+@pytest.mark.exhaustive
+def test_a_joining_replica_is_frozen(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str
+) -> None:
+    with make(tmp_path, repository, **over, **FREEZES) as job:
+        code, errors = run_frozen(job, FAULT=point)
+        if point in NEWCOMERS[:UNTIL_THE_VOTE]:
+            assert (code, "the job that this replica was to join has ended" in errors) == (0, True)
+        else:
+            assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        (point, rank)
+        for point in TRAINING
+        for rank in "01"
+        if (point, rank) not in (("when it sends", "1"), ("after the vote", "0"))
+    ],
+)
+@pytest.mark.exhaustive
+def test_one_that_trains_is_frozen(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: str
+) -> None:
+    """It trains no second time what the others have trained. Replica 0 has the store of the next
+    groups, for which torch waits in the moment after the vote.
+    """
+    fault = {"FAULT": point, "FAULTY_RANK": rank}
+    with make(tmp_path, repository, **over, **fault, **FREEZES) as job:
+        assert run_frozen(job, FAULT="when it trains", FAULTY_RANK="none")[0] == 1
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("point", LEAVING)
+@pytest.mark.exhaustive
+def test_one_that_leaves_is_frozen(
+    tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: int
+) -> None:
+    """Or one that stays, which goes on alone."""
+    faulty = rank if point != "after the vote" else 1 - rank
+    with make(tmp_path, repository, **over, **FREEZES, FAULT=point, FAULTY_RANK=str(faulty)) as job:
+        assert run_frozen(job, leaves=rank)[0] == (point in ("before they meet", "before the vote"))

@@ -189,3 +189,56 @@ def test_joining_take_the_order_of_those_that_train() -> None:
     assert replace(silent, balance=(1, 1, 2, 1)).order(2) == PipelineSchedule("interleaved", 2)
     told = Announcement.from_json_object(BULLETIN.to_json_object())
     assert told.order(2) == BULLETIN.order(2)
+
+
+def test_one_that_stood_still_posts_no_more_where_the_job_has_ended(tmp_path: Path) -> None:
+    now = 0.0
+    leader = RendezvousFolder(tmp_path, lambda: now)
+    assert leader.claim(None)
+    leader.post(BULLETIN)
+    now += SILENCE + 1.0
+    leader.post(BULLETIN)  # nobody has ended the job meanwhile
+    other = RendezvousFolder(tmp_path)
+    other.follow()
+    assert not other.is_over()
+    other.retract()
+    assert leader.is_over()
+    assert other.is_over()
+    now += SILENCE + 1.0
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="stood still for 11 s, and the job there has"):
+            leader.post(BULLETIN)
+    assert RendezvousFolder(tmp_path).claim(None)
+    assert leader.is_over()
+
+
+def test_one_that_stood_still_posts_no_more_where_another_attempt_runs(tmp_path: Path) -> None:
+    now = 0.0
+    old, new = RendezvousFolder(tmp_path, lambda: now), RendezvousFolder(tmp_path)
+    assert old.claim(None)
+    for _ in range(9):
+        old.post(BULLETIN)
+    assert new.claim(new.last_claim())
+    new.post(BULLETIN)
+    now += SILENCE + 1.0
+    with pytest.raises(ConfigurationError, match="was started again meanwhile"):
+        old.post(BULLETIN)
+    new.post(BULLETIN)
+    old.retract()
+    assert old.is_over()
+    assert not new.is_over()
+    assert new.announcement() == BULLETIN
+
+
+def test_who_succeeds_the_leader_goes_on_counting(tmp_path: Path) -> None:
+    leader, next_one, reader = (RendezvousFolder(tmp_path) for _ in range(3))
+    assert leader.claim(None)
+    next_one.follow()  # before anything was posted
+    assert not next_one.is_over()
+    for _ in range(3):
+        leader.post(BULLETIN)
+    next_one.follow()
+    reader.job_speaks()
+    next_one.post(BULLETIN)
+    assert reader.job_speaks()
+    assert not leader.is_over()
