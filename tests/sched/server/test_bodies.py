@@ -172,7 +172,12 @@ def test_paths_and_methods_that_are_not_there(service: Service) -> None:
     assert detail(response) == "there is no path '/jbos'; /docs lists the paths"
     response = service.admin.patch("/jobs")
     assert response.status_code == 405
-    assert "PATCH is not allowed on '/jobs'; use " in detail(response)
+    assert detail(response) == "PATCH is not allowed on '/jobs'; use GET or POST"
+    assert response.headers["Allow"] == "GET, POST"
+    response = service.admin.put("/jobs/toy")
+    assert detail(response) == "PUT is not allowed on '/jobs/toy'; use GET or DELETE"
+    response = service.admin.post("/docs/files/page.js")
+    assert detail(response) == "POST is not allowed on '/docs/files/page.js'; use GET"
 
 
 def test_paths_of_users_that_there_are_not(service: Service) -> None:
