@@ -101,7 +101,7 @@ def test_jobs_of_a_phase(say: Say) -> None:
 def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
     jobs, _ = list_jobs(store)
     shown = {}
-    for width in (160, 80, 40):
+    for width in (160, 80, 40, 30):
         console = Console(width=width, file=StringIO())
         console.print(job_table(jobs, console))
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # a StringIO
@@ -113,6 +113,7 @@ def test_a_narrow_terminal_does_without_some_columns(store: Store) -> None:
         *("Job", "Phase", "Stages", "Replicas", "Nodes", "Step", "Loss", "Samples/s", "Age")
     ]
     assert shown[40] == ["Job", "Phase", "Replicas", "Step", "Loss"]
+    assert shown[30] == ["Job", "Phase", "Replicas"]  # no number is cut
 
 
 @pytest.mark.parametrize(

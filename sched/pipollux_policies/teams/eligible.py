@@ -9,6 +9,7 @@ from typing import Any
 from pipollux_policies.allocations.order import name_order
 from pipollux_policies.allocations.rules import Allocations, Jobs, Nodes, is_pinned
 from pipollux_policies.jobs.job_info import JobInfo
+from pipollux_utils.text import count
 
 from .restricted import within
 from .team import Team, Teams
@@ -44,7 +45,9 @@ def eligible(
                     "this one needs more"
                 )
             elif left is not None and taken >= left:
-                refused[name] = f"team {team_name} has the {team.max_jobs} running jobs it may have"
+                refused[name] = (
+                    f"team {team_name} runs {count(team.max_jobs, 'job')} already, its max_jobs"
+                )
             else:
                 allowed[name] = limited
                 taken += 1

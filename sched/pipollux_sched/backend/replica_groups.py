@@ -267,8 +267,13 @@ class ReplicaGroupManager:
         refusal = why_not_adopted(launch, membership.replicas, listed, scheduler_url)
         if refusal is not None or launch is None:
             return refusal
+        # The slots of an attempt that has ended may be gone, or another attempt's: the earlier
+        # scheduler gave them away before it stored the end.
+        runs = any(key in listed and listed[key].ended is None for key in launch.keys)
         with self._lock:
-            if not (self._engine.holds(launch) and self._ledger.restore(job, launch.assignments)):
+            if runs and not (
+                self._engine.holds(launch) and self._ledger.restore(job, launch.assignments)
+            ):
                 return NO_SLOTS
             running = self._running[job] = self._attempt(launch, None)
             joining = [replica for replica, _ in membership.joining]

@@ -42,8 +42,11 @@ _COLUMNS = (
     *("Restarts", "Age", "Ends in"),
 )
 _NUMBERS = ("Stages", "Replicas", "Epoch", "Step", "Loss", "Samples/s", "Restarts")
-_LEFT_OUT = ("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Ends in", "Nodes")
-"""Columns that a narrow terminal drops, in this order."""
+_LEFT_OUT = (
+    *("Restarts", "Epoch", "Stages", "Samples/s", "Age", "Ends in", "Nodes", "Loss", "Step"),
+    "Replicas",
+)
+"""Columns that a narrow terminal drops, in this order: a number that is cut is another number."""
 _GAP = 2
 _LEAST_MESSAGE = 24
 """Smallest width of the Message column; a narrower one is dropped."""

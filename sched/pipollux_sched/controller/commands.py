@@ -31,6 +31,7 @@ from pipollux_sched.lifecycle import (
 from pipollux_sched.notifications.service import NotificationService
 from pipollux_sched.spec.checkpoint_folder import check_checkpoint_folder, check_empty
 from pipollux_sched.spec.job import JobSpec, SpecError, cycle_of, parse_job, spell_cycle
+from pipollux_sched.spec.sweep import trial_name
 from pipollux_sched.spec.teams import TeamsSpec
 from pipollux_sched.spec.tokens import NewToken
 from pipollux_sched.store import (
@@ -126,6 +127,7 @@ class JobService:
         self._check_running()
         if cycle := cycle_of(specs):
             raise SpecError(f"job '{cycle[0]}': after: {spell_cycle(cycle)}")
+        self._check_names(specs)
         return self._all_fitting(specs)
 
     def _all_fitting(self, specs: Sequence[JobSpec]) -> list[JobSpec]:
@@ -403,6 +405,33 @@ class JobService:
         for spec in asking:
             check_checkpoint_folder(spec, self._state_dir, others)
             others.append((spec.name, str(spec.checkpoint_dir)))
+
+    def _check_names(self, specs: Sequence[JobSpec]) -> None:
+        """Reject a new job that would continue from checkpoints of one that the store has lost.
+
+        An older copy of the store, brought back, lacks the jobs submitted after it.
+        """
+        for spec in specs:
+            names = [spec.name]
+            if spec.sweep is not None:
+                names = [trial_name(spec.name, n) for n in range(spec.sweep.num_trials)]
+            folders = (self._state_dir / "jobs" / name for name in names)
+            left = next((folder for folder in folders if any(folder.glob("checkpoints*/*"))), None)
+            if left is not None and not self._is_known(spec.name):
+                raise SpecError(
+                    f"job '{spec.name}': name: {left} holds checkpoints of a job that is not in "
+                    "the store, from which this one would go on; move that folder away, or give "
+                    "the job another name"
+                )
+
+    def _is_known(self, name: str) -> bool:
+        if any(pending.name == name for pending in self._store.deletions.pending()):
+            return True  # the store refuses the name until the files are gone
+        try:
+            self._store.job(name)
+        except UnknownJobError:
+            return False
+        return True
 
     def _check_running(self) -> None:
         if self._stopping():

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from pipollux_utils.text import spell_nodes
+
 from .events import (
     Action,
     ChangeOverdue,
@@ -146,7 +148,7 @@ def survived(state: JobState, event: Survived, now: float) -> Transition:
         lost=tuple(replica for replica in membership.lost if replica in event.replicas),
     )
     membership = _counted(membership, "the last one was a loss of replicas", now)
-    message = f"Training on {', '.join(nodes)}, without replicas that were lost."
+    message = f"Training on {spell_nodes(nodes)}, without replicas that were lost."
     going_on = replace(state, running_on=nodes, assigned=nodes)
     return _training(going_on, membership, message, now), (
         Record("survived", state.attempt, data),
@@ -202,7 +204,7 @@ def switched(state: JobState, event: Switched, now: float) -> Transition:
         actions += (EndReplicas(state.attempt, membership.leavers, at_once=False),)
     membership = replace(membership, number=change.number, replicas=change.replicas, change=None)
     since = "" if event.step is None else f" since step {event.step}"
-    message = f"Training{since} on {', '.join(change.nodes)}."
+    message = f"Training{since} on {spell_nodes(change.nodes)}."
     changed = replace(state, running_on=change.nodes)
     return _training(changed, membership, message, now), actions
 
@@ -257,7 +259,7 @@ def _abandon(state: JobState, why: str, now: float) -> Transition:
     membership = replace(
         _counted(membership, f"the last resize was abandoned: {why}", now), change=None
     )
-    message = f"Training on {', '.join(state.running_on)}; an elastic resize was abandoned: {why}"
+    message = f"Training on {spell_nodes(state.running_on)}; an elastic resize was abandoned: {why}"
     kept = replace(state, assigned=state.running_on)
     return _training(kept, membership, message, now), actions
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pipollux_utils.text import spell_nodes
+
 from . import requests, resizes
 from .events import (
     Adopt,
@@ -260,7 +262,7 @@ def _first_step(state: JobState, event: FirstStep, now: float) -> Transition:
     actions = (Record("first_step", event.attempt, data),)
     if state.intent is not None:
         return replace(state, training=True), actions
-    message = f"Training since step {event.step} on {', '.join(state.running_on)}."
+    message = f"Training since step {event.step} on {spell_nodes(state.running_on)}."
     return enter(state, Phase.RUNNING, "Training", message, now, training=True), actions
 
 

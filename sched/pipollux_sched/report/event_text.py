@@ -189,7 +189,7 @@ _TELLING: _Telling = {
     "resumed": lambda _event: "resumed by its user",
     "rerun": _rerun,
     "deleted": lambda _event: "deleted by its user",
-    "adopted": lambda event: f"adopted while it runs on {', '.join(event['nodes'])}",
+    "adopted": lambda event: f"adopted while it runs on {spell_nodes(event['nodes'])}",
     "heartbeat_lost": lambda event: f"heartbeat lost: {first_line(event['why'])}",
     "stalled": lambda event: f"stalled: {first_line(event['why'])}",
     "node": _node,

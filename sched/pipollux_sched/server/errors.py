@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import ErrorDetails
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Mount
 from starlette.types import ExceptionHandler
 
 from pipollux_sched.controller.commands import UnavailableError
@@ -117,13 +118,27 @@ def _answer_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def _answer_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101  # it is registered for no other
-    detail = error.detail
+    detail, headers = error.detail, dict(error.headers or {})
     if detail == "Not Found":
         detail = f"there is no path {request.url.path[:200]!r}; /docs lists the paths"
     elif detail == "Method Not Allowed":
-        allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{request.method} is not allowed on {request.url.path[:200]!r}; use {allowed}"
-    return refusal(error.status_code, detail, dict(error.headers or {}))
+        # The framework names those of the first route of the path only.
+        methods = _methods(request)
+        headers["Allow"] = ", ".join(methods)
+        where = f"{request.method} is not allowed on {request.url.path[:200]!r}"
+        detail = f"{where}; use {' or '.join(methods)}"
+    return refusal(error.status_code, detail, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the path of a request has."""
+    routes = [route for route in request.app.routes if not isinstance(route, Mount)]
+
+    def has(method: str) -> bool:
+        asked = {**request.scope, "method": method}
+        return any(route.matches(asked)[0] is Match.FULL for route in routes)
+
+    return list(filter(has, ("GET", "POST", "PUT", "DELETE"))) or ["GET"]  # files are mounted
 
 
 def _answer_database(request: Request, error: Exception) -> JSONResponse:

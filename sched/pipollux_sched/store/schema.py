@@ -25,8 +25,9 @@ _VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32)
 
 def no_store(location: Location) -> StoreError:
     """Return the error for a location without a store."""
+    is_missing = location.file is not None and not location.file.exists()
     return StoreError(
-        f"{location} {'does not exist' if location.file else 'holds no store'}: no scheduler has "
+        f"{location} {'does not exist' if is_missing else 'holds no store'}: no scheduler has "
         "kept a store there yet; check --state-dir, or start one with: "
         "pipollux serve"
     )

@@ -77,7 +77,7 @@ def test_limits_on_jobs_say_what_they_refuse() -> None:
     jobs = {"a": job("text"), "b": job("text")}
     answer = ask(Case(jobs, {"n": NodeInfo({"slots": 8})}, {"b": ["n"]}), of)
     assert {n: len(a) for n, a in answer.allocations.items()} == {"a": 0, "b": 2}
-    assert answer.refused == {"a": "team text has the 1 running jobs it may have"}
+    assert answer.refused == {"a": "team text runs 1 job already, its max_jobs"}
 
 
 def test_a_limit_does_not_change_which_shape_an_allocation_means() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pipollux_sched.backend import ReplicaGroupManager, ReplicaProgram
 from pipollux_sched.backend.local.attempt_folder import AttemptFolder
-from pipollux_sched.lifecycle import ChangeStage, Exited, JoiningReplicaLost, Outcome
+from pipollux_sched.lifecycle import ChangeStage, Exited, JoiningReplicaLost, Outcome, Started
 from pipollux_sched.lifecycle.state import PendingResize
 from pipollux_sched.store import StateDir
 from tests.extent import first_points
@@ -111,6 +111,31 @@ def test_what_ended_meanwhile_is_told_as_it_ended(
     exited = wait_for(again, Exited)
     assert isinstance(exited, Exited)
     assert exited.outcome is outcome
+
+
+def test_slots_of_what_has_ended_may_be_another_ones(state_dir: StateDir) -> None:
+    """The scheduler gave them away and died before it had stored the end; or the node has left."""
+    program = ReplicaProgram(job="toy", script=TOY, args=("--steps", "1"))
+    first = local_backend(cpu_nodes(node_a=1), state_dir)
+    first.apply(program, 1, ["node-a"])
+    assert isinstance(wait_for(first, Exited), Exited)
+    first.apply(replace(program, job="next", args=()), 1, ["node-a"])
+    assert isinstance(wait_for(first, Started), Started)
+    wait_for_text(state_dir.log("next", 1, 0), "goes on from step 0")
+    again = local_backend(cpu_nodes(node_a=1), state_dir)
+    one = first_membership(1)
+    assert [again.adopt(job, 1, "", one) for job in ("toy", "next")] == [None, None]
+    assert again.free() == {"node-a": 0}
+    elsewhere = local_backend(cpu_nodes(node_b=1), state_dir)
+    assert elsewhere.adopt("toy", 1, "", one) is None
+    for backend in (again, elsewhere):
+        exited = wait_for(backend, Exited)
+        assert isinstance(exited, Exited)
+        assert exited.outcome is Outcome.COMPLETE
+    assert again.free() == {"node-a": 0}, "the other one runs"
+    assert elsewhere.free() == {"node-b": 1}
+    again.shutdown()
+    assert isinstance(wait_for(first, Exited), Exited), "its child is no more"
 
 
 def test_what_cannot_be_looked_after_is_ended(

@@ -284,6 +284,9 @@ def test_a_condition_keeps_its_time_while_it_stays_true() -> None:
     assert state.condition == Condition(
         Phase.RUNNING, True, "Training", "Training since step 1 on b.", 1.0
     )
+    twice, _ = advance(CREATED, Allocate(("b", "b", "a"), "free"), now=1.0)
+    twice, _ = advance(twice, FirstStep(1, 1), now=2.0)
+    assert twice.message == "Training since step 1 on b ×2, a."
 
 
 def test_a_job_that_is_resumed_while_it_stops_says_so() -> None:

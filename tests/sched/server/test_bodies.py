@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipollux_sched.lifecycle import Cancel
 from pipollux_sched.server import Limits
 from tests.extent import examples
 from tests.sched.supervised import SCRIPT, Service, detail, report
@@ -172,7 +173,12 @@ def test_paths_and_methods_that_are_not_there(service: Service) -> None:
     assert detail(response) == "there is no path '/jbos'; /docs lists the paths"
     response = service.admin.patch("/jobs")
     assert response.status_code == 405
-    assert "PATCH is not allowed on '/jobs'; use " in detail(response)
+    assert detail(response) == "PATCH is not allowed on '/jobs'; use GET or POST"
+    assert response.headers["Allow"] == "GET, POST"
+    response = service.admin.put("/jobs/toy")
+    assert detail(response) == "PUT is not allowed on '/jobs/toy'; use GET or DELETE"
+    response = service.admin.post("/docs/files/page.js")
+    assert detail(response) == "POST is not allowed on '/docs/files/page.js'; use GET"
 
 
 def test_paths_of_users_that_there_are_not(service: Service) -> None:
@@ -188,3 +194,23 @@ def test_paths_of_users_that_there_are_not(service: Service) -> None:
         assert refused.status_code == 422
         assert f"job 'mine': {says}" in detail(refused)
         assert path in detail(refused)
+
+
+def test_a_name_whose_checkpoints_are_of_a_job_that_the_store_has_lost(service: Service) -> None:
+    """As where an older copy of the store was brought back: nothing continues from them unasked."""
+    checkpoints = service.state_dir.checkpoints("lost-1")
+    checkpoints.mkdir(parents=True)
+    new = {"name": "lost-1", "script": SCRIPT}
+    sweep = {**new, "name": "lost", "args": ["{x}"], "sweep": {"list": [{"x": 1}, {"x": 2}]}}
+    (checkpoints / "checkpoint-52").touch()
+    for job in (new, sweep):
+        refused = service.admin.post("/jobs", json=job)
+        assert refused.status_code == 422
+        assert f"job '{job['name']}': name: {checkpoints.parent} holds checkpoints" in detail(
+            refused
+        )
+    (checkpoints / "checkpoint-52").unlink()
+    assert service.admin.post("/jobs", json=new).status_code == 201
+    (checkpoints / "checkpoint-1").touch()
+    service.store.transition("lost-1", Cancel())
+    assert service.admin.post("/jobs", json=new).status_code == 201, "it goes on from its own"

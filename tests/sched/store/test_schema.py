@@ -226,6 +226,15 @@ def test_a_store_of_an_unknown_version_is_refused(place: Path | str, version: st
     assert differences(place)[1] == version
 
 
+def test_a_file_that_holds_no_store(tmp_path: Path) -> None:
+    path = tmp_path / "pipollux.db"
+    with pytest.raises(StoreError, match=r"pipollux\.db does not exist: no scheduler has kept"):
+        Store(path)
+    path.touch()
+    with pytest.raises(StoreError, match=r"pipollux\.db holds no store: no scheduler has kept"):
+        Store(path)
+
+
 def test_tables_of_somebody_else_are_left_alone(place: Path | str, tmp_path: Path) -> None:
     if isinstance(place, Path):
         place.touch()
