@@ -23,7 +23,8 @@ def small_disk(folder: Path, size: str = "256k") -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Whoever looked at it last may still have it open; it must not stay in any case.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(path: Path) -> None:

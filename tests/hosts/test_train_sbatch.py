@@ -128,7 +128,8 @@ def test_one_that_has_saved_nothing_is_not_queued_again(
     cluster.wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
     hours, minutes, _ = fields(cluster, job)["RunTime"].split(":")
     limit_to(cluster, job, 60 * int(hours) + int(minutes) + 3)
-    cluster.wait_until(lambda: fields(cluster, job)["JobState"] not in ("RUNNING", "COMPLETING"))
+    passing = ("RUNNING", "SIGNALING", "COMPLETING")
+    cluster.wait_until(lambda: fields(cluster, job)["JobState"] not in passing)
     assert fields(cluster, job)["JobState"] == "FAILED"
     assert fields(cluster, job)["Restarts"] == "0"
     said = (tmp_path / f"{job}.log").read_text()

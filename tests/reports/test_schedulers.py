@@ -28,7 +28,7 @@ from pipollux_sched.views.sweeps import sweep_details
 from tests.cli.conftest import cli
 from tests.cli.runner import LIGHT, Cli, one_sentence
 from tests.programs import run_pipollux
-from tests.sched.conftest import clock, light_agent, place, store
+from tests.sched.conftest import clock, light_agent, place, postgresql, store
 from tests.sched.forecasting import test_forecasting as forecasting
 from tests.sched.notifications.conftest import (
     Outbox,
@@ -54,6 +54,7 @@ __all__ = [
     "make_outbox",
     "outbox",
     "place",
+    "postgresql",
     "receiver",
     "store",
 ]

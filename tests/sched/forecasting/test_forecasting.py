@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    with two_jobs(tmp_path, clock) as store:
+        yield store
+
+
+@contextmanager
+def two_jobs(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     """One slot, on which `first` trains; `second` waits behind it."""
     directory = StateDir(tmp_path / "state")
     directory.create()
@@ -104,22 +111,19 @@ def test_two_jobs_on_one_slot_by_hand(store: Store, clock: Clock) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_new_job_waits_behind_the_others_and_nothing_is_stored(
-    store: Store, clock: Clock, tmp_path: Path
-) -> None:
-    before = store.jobs(), store.last_event()
-    new = spec("third", hints={**HINTS, "remainingSamples": 100.0})
-    [found] = forecast_new(store, StateDir(tmp_path / "state"), [new])
-    assert (store.jobs(), store.last_event()) == before
-    ends = Forecaster(store).make()["second"].end
-    assert found.job == "third"
-    assert found.start is not None
-    # The other process has another clock.
-    assert found.start.median is not None
-    waits = found.start.median - found.made_at
-    assert waits == pytest.approx(ends["median"] - clock.now, abs=1)
-    with pytest.raises(JobExistsError, match="already exists"):
-        forecast_new(store, StateDir(tmp_path / "state"), [spec("first")])
+def test_a_new_job_waits_behind_the_others_and_nothing_is_stored(tmp_path: Path) -> None:
+    clock = Clock(time.time() - 610.0)  # the other process has the time of day
+    with two_jobs(tmp_path, clock) as store:
+        before = store.jobs(), store.last_event()
+        new = spec("third", hints={**HINTS, "remainingSamples": 100.0})
+        [found] = forecast_new(store, StateDir(tmp_path / "state"), [new])
+        assert (store.jobs(), store.last_event()) == before
+        ends = Forecaster(store).make()["second"].end
+        assert found.job == "third"
+        assert found.start is not None
+        assert found.start.median == pytest.approx(ends["median"], abs=1)
+        with pytest.raises(JobExistsError, match="already exists"):
+            forecast_new(store, StateDir(tmp_path / "state"), [spec("first")])
 
 
 def test_a_policy_that_cannot_be_simulated(store: Store) -> None:
