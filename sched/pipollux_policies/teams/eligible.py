@@ -31,7 +31,7 @@ def eligible(
     for team_name, names in by_team.items():
         team = teams[team_name]
         pinned = {name for name in names if is_pinned(jobs[name], base.get(name, ()), nodes)}
-        left = None if team.max_jobs is None else max(team.max_jobs - len(pinned), 0)
+        limit = team.max_jobs
         ranks = {name: _rank(jobs, name, bool(base.get(name))) for name in names}
         taken = 0
         for name in sorted(names, key=lambda name: ranks[name]):
@@ -44,10 +44,8 @@ def eligible(
                     f"team {team_name} allows {team.max_slots_per_job} slots for each job, and "
                     "this one needs more"
                 )
-            elif left is not None and taken >= left:
-                refused[name] = (
-                    f"team {team_name} runs {count(team.max_jobs, 'job')} already, its max_jobs"
-                )
+            elif limit is not None and taken >= max(limit - len(pinned), 0):
+                refused[name] = f"team {team_name} runs {count(limit, 'job')} already, its max_jobs"
             else:
                 allowed[name] = limited
                 taken += 1
