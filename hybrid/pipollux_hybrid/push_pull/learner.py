@@ -373,6 +373,10 @@ class Learner:
             if fragment.pull is not None and fragment.age >= overlap:
                 self._apply(fragment)
 
+    def _apply_all(self) -> None:
+        while waiting := [x for x in self._fragments if x.pull is not None]:
+            self._apply(waiting[0])  # which may push others
+
     def finish(self, batch: int) -> bool:
         """Push everything at the end of the positions; return whether the loop goes on, with
         positions that were returned. All replicas have the same parameters once it is over.
@@ -381,9 +385,7 @@ class Learner:
             if self._lost:
                 raise ServerError(FENCED)
             self._push_rest()
-            for fragment in self._fragments:
-                if fragment.pull is not None:
-                    self._apply(fragment)
+            self._apply_all()
             had_none = self._begins
             answer = self._request(batch, idle=True)
         except ServerError as error:
@@ -412,9 +414,7 @@ class Learner:
 
     def _push_rest(self) -> None:
         """Push all changes, and wait until the servers have them."""
-        for fragment in self._fragments:
-            if fragment.pull is not None:
-                self._apply(fragment)
+        self._apply_all()
         for fragment in self._fragments:
             if fragment.spans:
                 self._push(fragment, at_once=True)
@@ -479,15 +479,7 @@ class Learner:
     def _apply(self, fragment: Fragment) -> None:
         """Continue from the pulled parameters and what has changed since the push."""
         assert fragment.pull is not None  # noqa: S101  # callers have seen to it
-        try:
-            pulled = fragment.pull.wait(ALIGNING)
-        except TimeoutError:
-            # Others may wait for another fragment of this replica, which waits for them.
-            for other in self._fragments:
-                if other.pull is None:
-                    self._push(other)
-            pulled = fragment.pull.wait()
-            self._align()
+        pulled = self._await(fragment.pull, fragment)
         took = pulled.arrived - fragment.pushed_at - pulled.waited
         self._sync_time = _smooth(self._sync_time, max(took, 0.0) * len(self._fragments))
         for key in fragment.keys:
@@ -496,6 +488,26 @@ class Learner:
                 self._adopt(name, parameter, value, since)
         self._note(pulled)
         fragment.pull, fragment.sent = None, {}
+
+    def _await(self, pull: Handle[Pulled], fragment: Fragment) -> Pulled:
+        """Return the result of a fragment's pull. Others may wait for other fragments of this
+        replica, which waits for them: so these are pushed, again and again, as others may be
+        several rounds behind.
+        """
+        others, aligns = [x for x in self._fragments if x is not fragment], False
+        while True:
+            with suppress(TimeoutError):
+                pulled = pull.wait(ALIGNING)
+                break
+            aligns = True
+            for other in others:
+                if other.pull is not None and other.pull.done():
+                    self._apply(other)
+                if other.pull is None:
+                    self._push(other)
+        if aligns:
+            self._align()
+        return pulled
 
     def _note(self, pulled: Pulled) -> None:
         self._revisions |= pulled.revisions

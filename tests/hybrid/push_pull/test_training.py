@@ -9,6 +9,7 @@ import math
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import pipollux
+from pipollux_hybrid.push_pull import learner
 from tests.extent import first, first_points
 from tests.hybrid.push_pull.jobs import servers
 from tests.hybrid.replicas import run_replicas
@@ -277,6 +279,22 @@ def test_whoever_is_ahead_every_sample_counts_once_and_all_end_alike(
     assert taken == sorted([*range(SAMPLES), *range(SAMPLES)])
     for _, state in found[1:]:
         assert all(torch.equal(value, found[0][1][name]) for name, value in state.items())
+
+
+def train_impatiently(options: dict[str, Any]) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Train as replicas do that wait for each other long enough to push all fragments."""
+    with mock.patch.object(learner, "ALIGNING", 0.01):
+        return train(options, "adamw", 2, 1, 1)
+
+
+def test_replicas_that_wait_for_each_other_with_several_fragments_go_on() -> None:
+    """Each lacks a push of the other, for a fragment whose last pull it has not applied yet."""
+    options = {"sync_every": 2, "max_staleness": 2, "quorum": 2, "overlap": 1}
+    with servers(2) as running:
+        environment = running.environment()
+        found = run_replicas(train_impatiently, 3, options, environment=environment)
+    taken = sorted(index for steps, _ in found for step in steps for index in step)
+    assert taken == sorted([*range(SAMPLES), *range(SAMPLES)])
 
 
 class Noise(Dataset[Tensor]):
