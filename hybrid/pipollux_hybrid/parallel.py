@@ -293,6 +293,7 @@ class HybridParallel(PipelineModel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, except between accumulation steps."""
+        self._optimizer.note_zero_grad()
         if self._optimizer.may_zero:
             super().zero_grad(set_to_none)
 
@@ -563,7 +564,11 @@ class HybridParallel(PipelineModel):
     def _backward_finished(self, result: SyncResult | None) -> None:
         self._complete, self._has_gradients = result is not None, True
         self._batch.note_backward()
-        self._optimizer.end_backward(accumulates=self._batch.accumulates)
+        batch = self._batch
+        divided = batch.accumulates or batch.passes > 1
+        self._optimizer.end_backward(
+            batch.micro_step, accumulates=batch.accumulates, is_divided=divided
+        )
         if result is not None:
             batchnorm.commit_statistics(self._deferred)
         learner = learner_of(self._context)

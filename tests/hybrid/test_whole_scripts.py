@@ -198,6 +198,21 @@ def ascends(training: Training) -> Step:
     return step
 
 
+def attacks(training: Training) -> Step:
+    """Adversarial training: gradients of the inputs come from a backward, and are dropped."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        given = x.clone().requires_grad_()
+        F.cross_entropy(training.model(given), y).backward()
+        assert given.grad is not None
+        training.optimizer.zero_grad()
+        F.cross_entropy(training.model(x + 0.1 * given.grad.sign()), y).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    return step
+
+
 def clamps(training: Training) -> Step:
     def step(x: Tensor, y: Tensor) -> None:
         training.optimizer.zero_grad()
@@ -263,6 +278,7 @@ SCRIPTS = [
     Refusal(penalty, None, None),
     Refusal(skips_steps, None, None),
     Refusal(clamps, None, None),
+    Refusal(attacks, None, "gradients were reset between two backwards of one pass over a batch"),
     Refusal(ascends, None, "parameters were changed on an accumulation step, so the parts of"),
     Refusal(
         parameters_of_the_loss,

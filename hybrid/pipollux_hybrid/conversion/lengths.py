@@ -82,7 +82,10 @@ class LengthProbe:
 
     def _difference(self, program: Recording, sizes: Sizes, training: bool) -> str | None:
         device = self._device
-        with plain_contexts(device), self._restored(training), without_caches(self._model):
+        # A checkpoint around the forward would count the tensors that operations here save.
+        unseen = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        contexts = plain_contexts(device), self._restored(training), without_caches(self._model)
+        with unseen, contexts[0], contexts[1], contexts[2]:
             for module in self._model.modules():
                 module.training = training
             args, kwargs = self._inputs.resized(sizes)

@@ -74,6 +74,10 @@ class AdaptiveOptimizer:
         self.is_stepping = False
         """Whether the optimizer is in its own step, which may call those of others."""
         self._may_zero = True
+        self._trained: object = None
+        """The pass over a batch whose backward was the last, without a step after it."""
+        self._discarded: object = None
+        """The same, once the script has reset the gradients of that backward."""
         self._kept = KeptGradients(optimizer)
         self._adam = is_adam_like(optimizer)
         self._preconditioners: dict[nn.Parameter, Tensor] = {}
@@ -173,6 +177,7 @@ class AdaptiveOptimizer:
                     "after the backward"
                 )
             self._refuse_foreign_scaler()
+            self._trained = self._discarded = None
             if not self._is_complete():
                 self._kept.check()
                 return None
@@ -229,6 +234,7 @@ class AdaptiveOptimizer:
     def skip_step(self) -> None:
         """End the iteration without a step, as its gradients were not finite."""
         self._may_zero = True
+        self._trained = self._discarded = None
         # Else a scheduler would warn that the optimizer never steps.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
@@ -274,18 +280,42 @@ class AdaptiveOptimizer:
 
         @functools.wraps(original)
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            self.note_zero_grad()
             # The next loop body must not reset gradients of accumulation steps.
             if self.may_zero:
                 original(set_to_none=set_to_none)
 
         self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]  # as above
 
-    def end_backward(self, *, accumulates: bool) -> None:
-        """Check, between the parts of a batch, that the parameters stay the same."""
+    def note_zero_grad(self) -> None:
+        """Record that the script resets gradients, whether or not it may."""
+        self._discarded = self._trained
+
+    def end_backward(self, part: object, *, accumulates: bool, is_divided: bool) -> None:
+        """Check that the gradients will be those of a whole batch.
+
+        Args:
+            part: The pass of the loop body.
+            accumulates: Whether it is an accumulation step.
+            is_divided: Whether the batch has several passes.
+
+        Raises:
+            SynchronizationError: Parameters have changed between two passes, or gradients were
+                reset between two backwards of this one.
+        """
         if accumulates:
             self._kept.hold_parameters()
         else:
             self._kept.release_parameters()
+        if is_divided and part is not None and self._discarded is part:
+            raise SynchronizationError(
+                "gradients were reset between two backwards of one pass over a batch that has "
+                "several (accumulation steps): zero_grad() keeps or drops those of all passes, so "
+                "the first backward's would not be left out alone; compute gradients of inputs by "
+                "torch.autograd.grad with activation_checkpoint='never', or leave out "
+                "gradient_accumulation=True"
+            )
+        self._trained = part
 
     def keep_gradients(self, *, watched: bool = True) -> None:
         """Make ``zero_grad`` do nothing until the next step; if ``watched``, warn of changes."""
@@ -295,4 +325,5 @@ class AdaptiveOptimizer:
 
     def leave_kept_gradients(self) -> None:
         """Skip a GradScaler's step on an accumulation step."""
+        self._trained = self._discarded = None
         self._kept.check()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipollux_hybrid.conversion import lengths
 from pipollux_hybrid.conversion.as_layers import as_layers
@@ -290,6 +291,17 @@ def test_the_callers_contexts_do_not_matter(context: Callable[[], Any]) -> None:
         assert torch.equal(layers(longer).logits, model(**longer).logits)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert torch.equal(layers(batch).logits, model(**batch).logits)
+
+
+def test_a_checkpoint_around_a_layer_does_not_see_the_verification() -> None:
+    model, ids = Tokens(lambda x: x * x.cos()), tokens(30)
+    expected = torch.autograd.grad(model(ids).sum(), list(model.parameters()))
+    layers = as_layers(model, tokens(LENGTH))
+    output = checkpoint(layers[0], ids, use_reentrant=False)
+    for layer in list(layers)[1:]:
+        output = layer(output)
+    found = torch.autograd.grad(output.sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected)
 
 
 # torch.compile reads the gradients of a layer's inputs, in the plain model as well.
