@@ -84,8 +84,8 @@ class LengthProbe:
         device = self._device
         # A checkpoint around the forward would count the tensors that operations here save.
         unseen = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        contexts = plain_contexts(device), self._restored(training), without_caches(self._model)
-        with unseen, contexts[0], contexts[1], contexts[2]:
+        restored, uncached = self._restored(training), without_caches(self._model)
+        with unseen, plain_contexts(device), restored, uncached:
             for module in self._model.modules():
                 module.training = training
             args, kwargs = self._inputs.resized(sizes)
