@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "AdaptiveOptimizer": (
         "_adam _before_step _factor _is_complete _kept _may_zero _on_step _preconditioners "
         "_sharded _steps_used _warm is_stepping loss_scale optimizer",
-        "_groups num_steps",
+        "_discarded _groups _trained num_steps",
     ),
     "AsyncSaver": (
         "",
