@@ -63,7 +63,7 @@ class RendezvousFolder:
         self._seen: dict[str, _Seen] = {}
         self._run: str | None = None
         """Id of the attempt of this process; None before it knows."""
-        self._posts = False
+        self._posts = self._follows = False
         self._asked_at: float | None = None
         """When this process was last asked to post, whether the folder was there or not."""
         try:
@@ -139,13 +139,14 @@ class RendezvousFolder:
         """Note which attempt of the job this replica trains in."""
         if self._run is None:
             self._run = (self._read(_JOB) or {}).get("run")
+            self._follows = self._run is not None
 
     def is_over(self) -> bool:
         """Return whether that attempt has ended, or another one has begun in this folder. Raises an
         OSError if the folder cannot be read.
         """
-        if self._run is None:
-            return False
+        if self._run is None or not (self._posts or self._follows):
+            return False  # nothing was posted yet
         found = self._read(_JOB)
         return not (self.folder / _JOB).exists() if found is None else found.get("run") != self._run
 

@@ -192,7 +192,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     ),
     "RendezvousFolder": (
         "",
-        "_asked_at _beat _clock _mine _posts _run _seen arbiter folder",
+        "_asked_at _beat _clock _follows _mine _posts _run _seen arbiter folder",
     ),
     "MembershipWatch": (
         "_context _suspended changing pending membership waiting_to_join place rendezvous timeout",

@@ -195,6 +195,7 @@ def test_one_that_stood_still_posts_no_more_where_the_job_has_ended(tmp_path: Pa
     now = 0.0
     leader = RendezvousFolder(tmp_path, lambda: now)
     assert leader.claim(None)
+    assert not leader.is_over(), "it has not posted yet"
     leader.post(BULLETIN)
     now += SILENCE + 1.0
     leader.post(BULLETIN)  # nobody has ended the job meanwhile
