@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipollux_hybrid.errors import ConfigurationError
+from pipollux_hybrid.pipeline.host_random import seeded
 from pipollux_hybrid.warning import warn
 
 Optimizer = torch.optim.Optimizer
@@ -84,14 +85,14 @@ def try_steps(optimizer: Optimizer) -> bool | None:
     chosen = [p for group in optimizer.param_groups[:GROUPS] for p in _some(group["params"])]
     if len(chosen) < 2:
         return True
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), seeded(0), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             together = _changes(optimizer, chosen, range(len(chosen)), seed=0)
             again = _changes(optimizer, chosen, range(len(chosen)), seed=1)
             alone = [_changes(optimizer, chosen, [n], seed=0)[0] for n in range(len(chosen))]
-        except Exception:
-            return None  # the optimizer's own code, which may expect anything
+        except Exception:  # the optimizer's own code, which may expect anything
+            return None
     if not _alike(together, again) or not all(change.any() for change in together):
         return None
     return _alike(together, alone)
@@ -99,8 +100,9 @@ def try_steps(optimizer: Optimizer) -> bool | None:
 
 def _some(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Choose the first parameter of each number of dimensions, and others as there is room."""
-    first = {p.dim(): p for p in reversed(parameters)}
-    return list(dict.fromkeys([*first.values(), *parameters]))[:PER_GROUP]
+    filled = [p for p in parameters if p.numel()]
+    first = {p.dim(): p for p in reversed(filled)}
+    return list(dict.fromkeys([*first.values(), *filled]))[:PER_GROUP]
 
 
 def _changes(
@@ -114,7 +116,7 @@ def _changes(
     if getattr(step, "hooked", False):  # torch's, which calls the hooks of all optimizers
         step = step.__wrapped__  # functools.wraps sets it
     begins = [small[n].clone() for n in numbers]
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # not those of GPUs, which belong to the script
     for scale in SCALES:
         for n in numbers:
             small[n].grad = scale * (1 + 0.5 * _values(small[n], 100 + n))
@@ -125,13 +127,12 @@ def _changes(
 def _stand_in(parameter: Tensor, number: int) -> nn.Parameter:
     shape = [min(side, SIDE) for side in parameter.shape]
     dtype = torch.complex128 if parameter.is_complex() else torch.float64
-    like = torch.empty(shape, dtype=dtype, device=parameter.device)
-    return nn.Parameter(_values(like, number))
+    return nn.Parameter(_values(torch.empty(shape, dtype=dtype), number))
 
 
 def _values(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype)
 
 
 def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -199,6 +199,7 @@ class Recovery:
         ) from (cause or error)
 
     def _leave(self, why: str) -> NoReturn:
+        """End this replica alone, which the others have given up."""
         self._watch.leave()
         error = self._losses.error
         raise PeerLostError(

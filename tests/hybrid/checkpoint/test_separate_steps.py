@@ -185,6 +185,12 @@ def test_one_parameter_has_nothing_to_be_combined_with() -> None:
     assert try_steps(ClipsAll([{"params": weights()[:1]}, {"params": []}])) is True
 
 
+def test_empty_parameters_are_left_out() -> None:
+    empty = nn.Parameter(torch.ones(0, 4))
+    assert try_steps(ClipsAll([empty, *weights()])) is False
+    assert try_steps(Lion([empty, *weights()])) is True
+
+
 def test_nothing_changes() -> None:
     """Also not with a scheduler, which replaces the optimizer's step, and after real steps."""
     params = weights()

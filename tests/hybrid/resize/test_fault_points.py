@@ -18,6 +18,8 @@ TRAINING = [
     *("before they meet", "when they have met", "when it sends", "before the vote"),
     *("after the vote", "in the new groups", "when it goes on"),
 ]
+OF_TRAINING = [(point, rank) for point in TRAINING for rank in "01"]
+OF_TRAINING.remove(("when it sends", "1"))  # so small a model is one piece, which replica 0 sends
 NEWCOMERS = [
     *("before it answers", "before it receives", "when it has received"),
     *("when it has joined", "before it takes over", "when it trains"),
@@ -130,16 +132,7 @@ def test_a_joining_replica_is_killed(
             assert job.check() == [(1, 2)]
 
 
-@pytest.mark.parametrize(
-    # So small a model is one piece, which replica 0 sends.
-    ("point", "rank"),
-    [
-        (point, rank)
-        for point in TRAINING
-        for rank in "01"
-        if (point, rank) != ("when it sends", "1")
-    ],
-)
+@pytest.mark.parametrize(("point", "rank"), OF_TRAINING)
 @pytest.mark.exhaustive
 def test_one_that_trains_is_killed(
     tmp_path: Path, repository: Path, over: dict[str, str], point: str, rank: str
@@ -214,13 +207,7 @@ def test_a_joining_replica_is_frozen(
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"),
-    [
-        (point, rank)
-        for point in TRAINING
-        for rank in "01"
-        if (point, rank) not in (("when it sends", "1"), ("after the vote", "0"))
-    ],
+    ("point", "rank"), [x for x in OF_TRAINING if x != ("after the vote", "0")]
 )
 @pytest.mark.exhaustive
 def test_one_that_trains_is_frozen(
